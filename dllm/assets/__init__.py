@@ -1,0 +1,1 @@
+"""Data that ships with the package: small checkpoints, demo prompts, page templates."""

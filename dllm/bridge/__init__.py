@@ -1,0 +1,1 @@
+"""Bridges to other libraries: transformers' custom_generate, diffusers' schedulers, serving engines."""

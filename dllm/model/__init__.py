@@ -1,0 +1,1 @@
+"""The transformer, its key-value store, its weights and its adapters."""

@@ -1,0 +1,1 @@
+"""Training: an AR checkpoint becomes a diffusion LM, and diffusion drafters for AR models."""

@@ -1,0 +1,26 @@
+"""What every test shares: no network; off the GPU, kernels in Triton's interpreter and `gpu` tests skipped."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Read by Triton when a kernel is defined, so it has to be there before the first import of dllm.kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples in every run; a loaded machine is no failure.
+settings.register_profile("dllm", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("dllm")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
