@@ -201,7 +201,9 @@ class RowState:
 
     step [B] int64: denoise steps done in this block; steps [B] int64: steps allowed per block (2**30 when unlimited); masks_at_start [B]
     int64: masks when the block was opened; slots [B, S] int64: canvas positions of the slots; history: a free dict, kept across the
-    steps of the call, for samplers that need more than the present.
+    steps of the call, for samplers that need more than the present. block_start, block_length [B] int64: first row of the open block
+    and its rows, given tokens included (None: the same as its slots). post_steps [B] int64: for revisers, steps of the block that
+    began without a mask, the present one included.
     """
 
     step: Tensor
@@ -209,6 +211,9 @@ class RowState:
     masks_at_start: Tensor
     slots: Tensor
     history: dict[str, Tensor] = field(default_factory=dict)
+    block_start: Tensor | None = None
+    block_length: Tensor | None = None
+    post_steps: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +306,8 @@ class Plan:
     """Rows of one forward. rows [B, Q] int64 canvas positions; valid, write [B, Q] bool (computed; kept in the store);
 
     decode [B] bool: the laws of this forward are used for a denoise step (False: prefill); keys [B, L] bool: stored rows that may be
-    read, or None for all that are stored and not recomputed. Shapes come from few buckets, so Q may exceed what any row needs.
+    read, or None for all that are stored and not recomputed; first_only [B] bool or None: rows whose step commits the first slot of
+    the open block and nothing else. Shapes come from few buckets, so Q may exceed what any row needs.
     """
 
     rows: Tensor
@@ -309,13 +315,23 @@ class Plan:
     write: Tensor
     decode: Tensor
     keys: Tensor | None = None
+    first_only: Tensor | None = None
 
     @classmethod
-    def of_ranges(cls, start: Tensor, stop: Tensor, bucket: int, decode: Tensor, write: Tensor | None = None) -> Plan:
+    def of_ranges(
+        cls,
+        start: Tensor,
+        stop: Tensor,
+        bucket: int,
+        decode: Tensor,
+        write: Tensor | None = None,
+        first_only: Tensor | None = None,
+    ) -> Plan:
         """Rows start[b] .. stop[b] - 1 (at most ``bucket`` of them); write [B, bucket] bool or None: write every valid row."""
         rows = start[:, None] + torch.arange(bucket, device=start.device)
         valid = rows < stop[:, None]
-        return cls(rows.clamp(min=0), valid, valid if write is None else write & valid, decode)
+        write = valid if write is None else write & valid
+        return cls(rows.clamp(min=0), valid, write, decode, first_only=first_only)
 
     @classmethod
     def of_mask(cls, compute: Tensor, decode: Tensor, write: Tensor | None = None) -> Plan:

@@ -1,4 +1,5 @@
-"""Parity of the drafter families: DFlash, DFlash2, DFly beside their target, the filters of a law, rejection sampling.
+"""Parity of the drafter families: DFlash, DFlash2, DFly beside their target, the filters of a law, rejection sampling,
+whole greedy generations.
 
 Golden fields: ``one_shot`` is one drafter pass, ``incremental`` the same context fed in two pieces (7 and 4 tokens),
 ``probs<i>`` filtered laws, ``reject<i>`` verdicts for given uniforms.
@@ -20,8 +21,10 @@ from dllm.drafters.dflash2 import DFlash2
 from dllm.drafters.dfly import DFly
 from dllm.drafters.drafter import Context, Drafter
 from dllm.evals.parity_case import Case, close, equal, tolerance
+from dllm.output import GenerationOutput
 from dllm.samplers.processors import Processors
 from dllm.samplers.verify import chain_rejection
+from dllm.speculate import speculative_generate
 from dllm.target import load_target
 from dllm.types import Draft
 
@@ -50,8 +53,43 @@ def run(folder: Path) -> list[Case]:
         else:
             cases.append(Case(name, "skip", "no comparison for this kind of case"))
     for trace in json.loads((folder / "traces.json").read_text(encoding="utf-8")):
-        cases.append(Case(f"trace {trace['name']}", "skip", "needs the draft-and-verify loop"))
+        cases.append(trace_case(drafter, trace))
     return cases
+
+
+def trace_case(drafter: Drafter, trace: dict[str, Any]) -> Case:
+    """A whole greedy generation: its text with and without drafts, every verified block and what each pass committed."""
+    blocks: list[list[int]] = []
+
+    def note(model: Any, step: int, timestep: int, kwargs: dict[str, Any]) -> None:
+        if step > 0:
+            count = int(kwargs["limits"][0])
+            blocks.append([int(kwargs["anchors"][0]), *kwargs["draft_tokens"][0, :count].tolist()])
+
+    prompt, stops = trace["prompt"], trace["stop_token_ids"] or []
+    options: dict[str, Any] = dict(
+        max_new_tokens=trace["max_new_tokens"], temperature=trace["temperature"], eos_token_id=stops
+    )
+    model = drafter.target.model
+    drafted = speculative_generate(
+        model, drafter, [prompt], block_length=trace["block_size"], callback_on_step_end=note, **options
+    )
+    plain = speculative_generate(model, None, [prompt], **options)
+    name = f"trace {trace['name']}"
+    rows = [
+        equal(name, text(drafted, prompt, stops), trace["output"][0]),
+        equal(name, text(plain, prompt, stops), trace["greedy_target_ids"], "greedy ids"),
+        equal(name, drafted.stats.accept_lengths, trace["acceptance_lengths"], "acceptance lengths"),
+        equal(name, blocks, trace["verified_blocks"], "verified blocks"),
+    ]
+    missed = next((row for row in rows if row.status != "ok"), None)
+    return missed or Case(name, "ok", f"ids, greedy ids and {len(blocks)} verified blocks equal")
+
+
+def text(output: GenerationOutput, prompt: list[int], stops: list[int]) -> list[int]:
+    """Prompt and output as the files hold them, the stop token included (there is one kind in each)."""
+    new = output.sequences[0, : output.lengths[0]].tolist()
+    return prompt + new + (stops[:1] if output.finish_reasons[0] == "stop" else [])
 
 
 def one_shot(drafter: Drafter, case: dict[str, Tensor], atol: float, rtol: float) -> list[Case]:

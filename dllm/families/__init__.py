@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dllm.types import DecodeSpec
 
@@ -45,16 +45,6 @@ class Family:
         if (self.sources is None) == (self.load is None):
             raise ValueError(f"exactly one of sources and load must be given for family {self.name!r}")
 
-    def convert(self, config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A whole state dict under our names; tensors without a place keep their name, for ``load_state_dict`` to refuse."""
-        assert self.sources is not None, f"family {self.name} reads its checkpoints itself"
-        left = {name: tensor for name, tensor in tensors.items() if name not in self.ignored(config)}
-        out = {}
-        for ours, theirs in self.sources(config).items():
-            if all(name in left for name in theirs):
-                out[ours] = torch.cat([left.pop(name) for name in theirs])
-        return out | left
-
 
 _BUILT_IN = (
     "llama",
@@ -74,7 +64,7 @@ _registry: dict[str, Family] = {}
 
 def register_family(family: Family) -> None:
     """Add a family; a name that is taken raises ValueError."""
-    if family.name in _registry:
+    if family.name in _registry or family.name in _BUILT_IN:
         raise ValueError(f"family name must be new: {family.name!r} is registered")
     _registry[family.name] = family
 

@@ -62,27 +62,28 @@ class AdapterConfig:
 
 
 def fingerprint(decoder: Decoder) -> dict[str, Any]:
-    """What tells one base from another, whatever dtype it was loaded in: a hash of names and shapes, and 64 sample values.
+    """What tells one base from another, whatever dtype it was loaded in: a hash of names and shapes, and sample values.
 
-    The values come from the first embedding rows and from the final norm.
+    The values are single weights (a mean of many would drown in rounding): some of the embedding, one of each layer's tensors, some of
+    the final norm; so a fine-tuned model differs from its base too.
     """
-    names = sorted(f"{name}{tuple(value.shape)}" for name, value in decoder.named_parameters())
-    rows = decoder.embed_tokens.weight[:48].detach().float().cpu()
-    norm = decoder.norm.weight.detach().float().cpu()
-    step = max(1, norm.numel() // 16)
-    values = [*rows.mean(1).tolist(), *norm[::step][:16].tolist()]
+    parameters = dict(decoder.named_parameters())
+    names = sorted(f"{name}{tuple(value.shape)}" for name, value in parameters.items())
+    embedding, norm = decoder.embed_tokens.weight, decoder.norm.weight
+    samples = [embedding.diagonal()[:32], norm[:: max(1, norm.numel() // 16)][:16]]
+    samples += [value.flatten()[value.numel() // 2][None] for name, value in parameters.items() if name.startswith("layers.")]
+    values = torch.cat([sample.detach().float().cpu() for sample in samples])
     return {
         "shapes": hashlib.sha256("".join(names).encode()).hexdigest()[:16],
-        "values": [float(f"{v:.5g}") for v in values],
+        "values": [float(f"{v:.5g}") for v in values.tolist()],
     }
 
 
 def same_base(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Do two fingerprints belong to one base? Values may differ by rounding to bf16 or fp16."""
+    """Do two fingerprints belong to one base? Values may differ by rounding to bf16 (1 in 512) or fp16 (6e-8 near zero)."""
     if a["shapes"] != b["shapes"] or len(a["values"]) != len(b["values"]):
         return False
-    scale = max(abs(v) for v in a["values"])
-    return all(abs(x - y) <= 0.01 * abs(x) + 1e-4 * scale for x, y in zip(a["values"], b["values"], strict=True))
+    return all(abs(x - y) <= 0.005 * abs(x) + 1e-7 for x, y in zip(a["values"], b["values"], strict=True))
 
 
 class LoRALinear(nn.Module):
@@ -216,6 +217,8 @@ def fold(base: Decoder, config: AdapterConfig, state: dict[str, Tensor]) -> Deco
                     raise ValueError(f"{name} must be {tuple(parameter.shape)}: got {tuple(state[name].shape)}")
                 owner.weight = nn.Parameter(state[name].to(parameter.device, parameter.dtype), requires_grad=False)
         row = state["mask_embedding"].to(base.device, base.dtype)
+        if row.shape != (base.config.hidden_size,):
+            raise ValueError(f"mask_embedding must be {(base.config.hidden_size,)}: got {tuple(row.shape)}")
         model.mask_embedding = nn.Parameter(row, requires_grad=False)
     return model
 

@@ -9,24 +9,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm.evals.parity_families import FAMILIES, Golden, forward_case, logit_cases
+from tests.families.golden import FOLDERS, GOLDEN, NAMES
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 SHARED = Path(__file__).parents[3] / "shared" / "golden"
 
 
-@pytest.mark.parametrize("folder", sorted(FAMILIES))
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_every_case_of_a_family_matches_the_reference(folder):
     results = FAMILIES[folder](GOLDEN / folder)
     assert len(results) >= (0 if folder == "dreamon" else 3)
     assert [r for r in results if r.status != "ok"] == []
 
 
-@pytest.mark.parametrize("folder", sorted(FAMILIES))
+@pytest.mark.parametrize("folder", NAMES)
 def test_the_copies_are_the_shared_golden_files(folder):
     if not SHARED.is_dir():
         pytest.skip("no shared golden folder beside the repository")
     for copy in (GOLDEN / folder).iterdir():
         assert copy.read_bytes() == (SHARED / folder / copy.name).read_bytes(), copy.name
+
+
+def test_every_golden_family_has_a_comparison():
+    assert sorted(FAMILIES) == NAMES
 
 
 def test_a_changed_weight_is_a_miss(tmp_path):
