@@ -1,0 +1,391 @@
+"""The public face of diffusion LMs: ``DiffusionLM`` loads, generates, fills gaps and streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm.canvas import Canvas, generation_canvas
+from dllm.config import GenerationConfig
+from dllm.denoise import DenoiseLoop, DenoiseRequest, DenoiseResult, StepView
+from dllm.families.loading import load_checkpoint, override_spec
+from dllm.infill import infill as run_infill
+from dllm.model.adapter import CONFIG_NAME, AdapterConfig, fold
+from dllm.model.weights import load_state
+from dllm.noise import CounterNoise
+from dllm.output import GenerationOutput, InfillOutput
+from dllm.prompts import encode_prompts
+from dllm.registry import ASSETS, accepted_numbers, resolve_cache, resolve_sampler, shipped_models
+from dllm.streaming import StreamerFeed, StreamEvent, TextDelta, guessed_ids, tokens_within
+from dllm.target import load_tokenizer, target_folder
+from dllm.types import DecodeSpec
+
+
+class DiffusionLM:
+    """A diffusion language model: weights, what its decoder must know (``spec``), and a tokenizer where there is one."""
+
+    def __init__(
+        self, model: Any, spec: DecodeSpec, tokenizer: Any = None, config: Mapping[str, Any] | None = None
+    ) -> None:
+        """model: anything with embed, forward, head and new_store as ``Decoder``; mostly made by ``from_pretrained``."""
+        if spec.attention == "causal":
+            raise ValueError(
+                "a causal AR model is no diffusion LM: adapt it first (`dllm adapt`), or load it with load_target"
+            )
+        self.model, self.spec, self.tokenizer = model, spec, tokenizer
+        self.config = dict(config or {})
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs go."""
+        return self.model.device
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        device_map: Any = None,
+        revision: str | None = None,
+        family: str | None = None,
+        spec_overrides: Mapping[str, Any] | None = None,
+    ) -> DiffusionLM:
+        """Load a shipped model, a folder or a hub id.
+
+        A folder holds a checkpoint in its original layout (config.json, safetensors) or one of our adapters (adapter_config.json).
+        dtype "auto": the checkpoint's own; device "auto": CUDA where there is one; spec_overrides: DecodeSpec fields that a config
+        lacks. Raises ValueError naming what is missing, damaged or of another base.
+        """
+        folder = Path(name)
+        if str(name) in shipped_models() and not folder.is_dir():
+            folder = ASSETS / str(name)
+        if (folder / CONFIG_NAME).is_file():
+            return cls._from_adapter(folder, dtype, device, device_map, revision, spec_overrides)
+        try:
+            model, spec, config, found = load_checkpoint(
+                name, family, dtype, device, device_map, revision, spec_overrides
+            )
+        except FileNotFoundError as error:
+            raise type(error)(f"{error}\nshipped models: {', '.join(shipped_models()) or 'none'}") from error
+        return cls(model, spec, load_tokenizer(found), config)
+
+    @classmethod
+    def _from_adapter(
+        cls,
+        folder: Path,
+        dtype: Any,
+        device: Any,
+        device_map: Any,
+        revision: str | None,
+        spec_overrides: Mapping[str, Any] | None,
+    ) -> DiffusionLM:
+        adapter = AdapterConfig.load(folder)
+        base_folder = target_folder(adapter.base, revision)
+        base, _, config, _ = load_checkpoint(base_folder, None, dtype, device, device_map)
+        known = {**adapter.spec, "eos_token_ids": tuple(adapter.spec.get("eos_token_ids", ()))}
+        try:
+            spec = DecodeSpec(**known)
+        except TypeError as error:
+            raise ValueError(f"{folder / CONFIG_NAME}: spec does not fit: {error}") from error
+        model = fold(base, adapter, load_state(folder))  # type: ignore[arg-type]
+        return cls(model, override_spec(spec, spec_overrides), load_tokenizer(base_folder), config)
+
+    @torch.no_grad()
+    def forward(self, input_ids: Any, attention_mask: Any = None) -> Tensor:
+        """Raw logits [B, L, V] under the family's own attention rule, before the shift.
+
+        input_ids [B, L] int64; attention_mask [B, L], 1 = token. Positions count tokens, not padding; values at padding are undefined.
+        """
+        from dllm.families.loading import raw_logits
+
+        ids = torch.as_tensor(input_ids, device=self.device)
+        mask = None if attention_mask is None else torch.as_tensor(attention_mask, device=self.device)
+        return raw_logits(self.model, self.spec, ids, mask)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        use_chat_template: bool | str = "auto",
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> GenerationOutput:
+        """Answer a prompt (str, list of str, chat messages, or ids with a mask).
+
+        kwargs: fields of ``GenerationConfig`` (max_new_tokens=256, block_length, max_denoising_steps, sampler, cache="auto",
+        temperature=0.0, seed, stop_strings, ...), their aliases, and the numbers of the chosen sampler and cache (threshold=0.9,
+        freeze_delay, ...). An unknown name raises TypeError with the accepted ones.
+        """
+        config = self._config(generation_config, kwargs)
+        prompts = self._prompts(prompt, messages, input_ids, attention_mask, use_chat_template, config)
+        loop = DenoiseLoop(self.model, self._request(config, self._generation_canvas(prompts, config)))
+        feed = None
+        if config.streamer is not None:
+            if len(prompts) > 1:
+                raise ValueError(f"streamer takes one row: got {len(prompts)}; use stream(), which takes a batch")
+            feed = StreamerFeed(
+                config.streamer, prompts[0], None if self.tokenizer is None else self._decode, config.stops
+            )
+        for view in loop.run():
+            self._notify(config, view)
+            if feed is not None:
+                feed.push(view.canvas[0, len(prompts[0]) : view.frontier[0]].tolist())
+        output = self._output(loop.result(), [len(p) for p in prompts])
+        if feed is not None:
+            feed.end(output.sequences[0, : output.lengths[0]].tolist())
+        return output
+
+    def stream(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        messages: Sequence[Any] | None = None,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        use_chat_template: bool | str = "auto",
+        provisional: bool = False,
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> Iterator[StreamEvent]:
+        """The same as ``generate``, as events: committed text to append and, if asked for, the open block's current guess.
+
+        Arguments are checked at the call. A row's committed texts add up to what ``generate`` gives in ``texts``.
+        """
+        if self.tokenizer is None:
+            raise ValueError("stream needs a tokenizer and this model has none: use generate with callback_on_step_end")
+        config = self._config(generation_config, kwargs)
+        if config.streamer is not None:
+            raise ValueError("stream gives events itself: streamer goes with generate")
+        prompts = self._prompts(prompt, messages, input_ids, attention_mask, use_chat_template, config)
+        loop = DenoiseLoop(self.model, self._request(config, self._generation_canvas(prompts, config)))
+        return self._events(config, loop, prompts, provisional)
+
+    def _events(
+        self, config: GenerationConfig, loop: DenoiseLoop, prompts: list[list[int]], provisional: bool
+    ) -> Iterator[StreamEvent]:
+        deltas = [TextDelta(self._decode, config.stops) for _ in prompts]
+        step = 0
+        for view in loop.run():
+            step = view.step
+            self._notify(config, view)
+            for b, row in enumerate(view.rows):
+                start = len(prompts[row])
+                text = deltas[row].push(view.canvas[b, start : view.frontier[b]].tolist())
+                if text:
+                    yield StreamEvent(row, "committed", text, step)
+                if provisional and not view.stopped[b]:
+                    guess = deltas[row].guess(guessed_ids(view, b, start, loop.request.eos_token_ids))
+                    yield StreamEvent(row, "provisional", guess, step)
+        output = self._output(loop.result(), [len(p) for p in prompts])
+        for row, delta in enumerate(deltas):
+            rest = output.texts[row][len(delta.sent) :]
+            if rest:
+                yield StreamEvent(row, "committed", rest, step)
+            yield StreamEvent(row, "done", "", step, output.finish_reasons[row])
+
+    def infill(
+        self,
+        prefix: str | Sequence[str] | None = None,
+        suffix: str | Sequence[str] = "",
+        length: Any = "auto",
+        *,
+        max_length: int = 64,
+        messages: Sequence[Any] | None = None,
+        template: str | None = None,
+        gaps: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> InfillOutput:
+        """Fill the gap between prefix and suffix, or the gaps of a template.
+
+        Raw text unless ``messages`` is given (a conversation whose answer begins with prefix and ends with suffix). length: tokens of
+        the gap, an int (or one a row), or "auto": see ``dllm.infill``. template: text with ``{{name}}`` marks; gaps: a length or
+        "auto" for each name. kwargs: as for ``generate``, without lengths and stops.
+        """
+        return run_infill(self, prefix, suffix, length, max_length, messages, template, gaps, kwargs)
+
+    # From arguments to a request
+
+    def _config(self, generation_config: Any, kwargs: Mapping[str, Any]) -> GenerationConfig:
+        base = generation_config
+        if base is not None and not isinstance(base, GenerationConfig):
+            base = GenerationConfig.from_hf(base)
+        return GenerationConfig.from_kwargs(kwargs, base)
+
+    def _prompts(
+        self,
+        prompt: Any,
+        messages: Any,
+        input_ids: Any,
+        attention_mask: Any,
+        use_chat_template: Any,
+        config: GenerationConfig,
+    ) -> list[list[int]]:
+        rows = encode_prompts(
+            self.tokenizer, self.spec.vocab_size, prompt, messages, input_ids, attention_mask, use_chat_template
+        )
+        rows = [row for row in rows for _ in range(config.num_return_sequences)]
+        for b, row in enumerate(rows):
+            total = len(row) + config.max_new_tokens
+            if total > self.spec.max_positions:
+                raise ValueError(
+                    f"prompt of {len(row)} tokens and max_new_tokens {config.max_new_tokens} must fit in {self.spec.max_positions} "
+                    f"positions: row {b} needs {total}"
+                )
+        return rows
+
+    def _generation_canvas(self, prompts: list[list[int]], config: GenerationConfig) -> Canvas:
+        lengths = [config.max_new_tokens] * len(prompts)
+        return generation_canvas(prompts, lengths, self._canvas_spec(config), self.device)
+
+    def _canvas_spec(self, config: GenerationConfig) -> DecodeSpec:
+        """The spec by which given tokens are laid out: where blocks count from 0, one grid for given and generated ones."""
+        if self.spec.block_origin == "zero" and isinstance(config.block_length, int):
+            return replace(self.spec, block_length=config.block_length)
+        return self.spec
+
+    def _eos(self, config: GenerationConfig) -> tuple[int, ...]:
+        if config.eos_token_id is None:
+            return self.spec.eos_token_ids
+        ids = (config.eos_token_id,) if isinstance(config.eos_token_id, int) else tuple(config.eos_token_id)
+        for token in ids:
+            if not 0 <= token < self.spec.vocab_size:
+                raise ValueError(f"eos_token_id must be in [0, {self.spec.vocab_size}): got {token}")
+        return ids
+
+    def _request(
+        self, config: GenerationConfig, canvas: Canvas, infill: bool = False, noise: Any = None, windows: Any = None
+    ) -> DenoiseRequest:
+        """Resolve names, check what nobody takes, and build the loop's request.
+
+        noise: replaces what the config says; windows: slots [B, L] bool of gaps that the filler token may close (infill).
+        """
+        options = dict(config.options)
+        sampler_name = self.spec.default_sampler if config.sampler is None else config.sampler
+        sampler = resolve_sampler(sampler_name, options, {"threshold": self.spec.default_threshold})
+        cache = resolve_cache(self.spec.default_cache if config.cache == "auto" else config.cache, options)
+        if options:
+            raise TypeError(
+                f"unknown argument {sorted(options)[0]!r}; accepted: {sorted(GenerationConfig.__dataclass_fields__.keys() - {'options'})}, "
+                f"numbers of sampler {type(sampler).__name__}: {accepted_numbers(sampler)}, of cache {type(cache).__name__}: "
+                f"{accepted_numbers(cache)}"
+            )
+        cache.check(self.spec)
+        if noise is None:
+            noise = config.noise
+        if noise is None:
+            noise = CounterNoise.for_rows(config.seed, canvas.ids.shape[0], self.device)
+        length = self.spec.block_length if config.block_length is None else config.block_length
+        banned = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
+        eos = () if infill else self._eos(config)
+        never = [self.spec.mask_token_id, self.spec.filler_token_id if windows is None else None]
+        if infill:
+            never += list(self.spec.eos_token_ids)
+        for token in never:
+            if token is not None:
+                banned[token] = True
+        if self.spec.mask_token_id in eos:
+            raise ValueError(f"eos_token_id must not be the mask token {self.spec.mask_token_id}")
+        closed_slots, closed_ids = None, eos
+        if windows is not None:
+            assert self.spec.filler_token_id is not None, "windows need a filler token"
+            closed_slots, closed_ids = ~windows, (self.spec.filler_token_id,)
+        elif config.min_new_tokens and not infill:
+            first = torch.tensor([row[0][0] for row in canvas.regions], device=self.device)
+            closed_slots = canvas.position < (first + config.min_new_tokens)[:, None]
+        return DenoiseRequest(
+            canvas=canvas,
+            spec=self.spec,
+            sampler=sampler,
+            cache=cache,
+            noise=noise,
+            block_length=length,
+            banned=banned,
+            eos_token_ids=eos,
+            closed_slots=closed_slots,
+            closed_ids=closed_ids,
+            max_denoising_steps=self._steps_per_block(config, canvas, length),
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            find_stop=self._stop_finder(config.stops),
+            want_history=config.output_history,
+        )
+
+    def _steps_per_block(self, config: GenerationConfig, canvas: Canvas, length: Any) -> int | list[int] | None:
+        if config.steps is None:
+            return config.max_denoising_steps
+        if not isinstance(length, int):
+            raise ValueError(
+                "steps (a total over all blocks) needs a fixed block_length: got a policy; use max_denoising_steps"
+            )
+        limits = []
+        for b, (regions, anchors) in enumerate(zip(canvas.regions, canvas.anchors, strict=True)):
+            blocks = sum(-(-(stop - anchor) // length) for (_, stop), anchor in zip(regions, anchors, strict=True))
+            if blocks and config.steps % blocks:
+                raise ValueError(
+                    f"steps must be a multiple of the number of blocks ({blocks} in row {b}): got {config.steps}; "
+                    "max_denoising_steps counts per block"
+                )
+            limits.append(config.steps // max(blocks, 1))
+        return limits
+
+    def _stop_finder(self, stops: tuple[str, ...]) -> Any:
+        if not stops:
+            return None
+        if self.tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer and this model has none: use eos_token_id")
+
+        def find(ids: list[int]) -> tuple[int, str] | None:
+            text = self._decode(ids)
+            places = [at for at in (text.find(s) for s in stops) if at >= 0]
+            if not places:
+                return None
+            cut = text[: min(places)]
+            return tokens_within(ids, cut, self._decode), cut
+
+        return find
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    # From the loop's result to what a user reads
+
+    def _output(self, result: DenoiseResult, prompt_lengths: list[int]) -> GenerationOutput:
+        rows = [canvas[p : p + n] for canvas, p, n in zip(result.canvas, prompt_lengths, result.useful, strict=True)]
+        sequences = torch.zeros(len(rows), max((len(r) for r in rows), default=0), dtype=torch.int64)
+        for b, row in enumerate(rows):
+            sequences[b, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        texts: list[str] = []
+        if self.tokenizer is not None:
+            cuts = result.stop_texts
+            texts = [self._decode(row) if cut is None else cut for row, cut in zip(rows, cuts, strict=True)]
+        return GenerationOutput(
+            texts=texts,
+            sequences=sequences,
+            lengths=[len(r) for r in rows],
+            finish_reasons=result.finish_reasons,
+            stats=result.stats,
+            row_stats=result.row_stats,
+            history=result.history,
+        )
+
+    def _notify(self, config: GenerationConfig, view: StepView) -> None:
+        if config.callback_on_step_end is not None:
+            kwargs = {
+                "canvas": view.canvas,
+                "masked": view.masked,
+                "slots": view.slots,
+                "transfer_index": view.transfer_index,
+                "rows": view.rows,
+            }
+            config.callback_on_step_end(self, view.step, view.step, kwargs)

@@ -1,0 +1,77 @@
+"""Names of samplers, caches and shipped models, resolved once at the public face; numbers that nobody takes raise."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+SAMPLERS: dict[str, str] = {
+    "low_confidence": "dllm.samplers.low_confidence:LowConfidence",
+    "threshold": "dllm.samplers.threshold:Threshold",
+    "random": "dllm.samplers.random:RandomOrder",
+    "margin": "dllm.samplers.margin:Margin",
+    "entropy": "dllm.samplers.entropy:Entropy",
+    "factor": "dllm.samplers.factor:Factor",
+    "frechet": "dllm.samplers.frechet:Frechet",
+    "entropy_bound": "dllm.samplers.entropy_bound:EntropyBound",
+    "klass": "dllm.samplers.klass:Klass",
+    "maskgit_plus": "dllm.samplers.maskgit_plus:MaskgitPlus",
+    "topk_margin": "dllm.samplers.topk_margin:TopkMargin",
+    "dream_entropy": "dllm.samplers.dream_entropy:DreamEntropy",
+    "low_confidence_static": "dllm.samplers.static:Static",
+    "low_confidence_dynamic": "dllm.samplers.dynamic:Dynamic",
+    "sequential": "dllm.samplers.sequential:Sequential",
+    "sub_block": "dllm.samplers.sub_block:SubBlock",
+    "token_editing": "dllm.samplers.token_editing:TokenEditing",
+}
+CACHES: dict[str, str] = {
+    "none": "dllm.cache.none:NoCache",
+    "block": "dllm.cache.block:BlockCache",
+    "free": "dllm.cache.free:FreeCache",
+    "dual": "dllm.cache.dual:DualCache",
+    "prefix": "dllm.cache.prefix:PrefixCache",
+    "sliding": "dllm.cache.sliding:SlidingCache",
+    "vicinity": "dllm.cache.vicinity:VicinityCache",
+    "dkv": "dllm.cache.delayed:DelayedCache",
+    "sub_block": "dllm.cache.sub_block:SubBlockCache",
+}
+ASSETS = Path(__file__).parent / "assets"
+
+
+def shipped_models() -> list[str]:
+    """Names that ``DiffusionLM.from_pretrained`` finds in the package."""
+    return sorted(p.name for p in ASSETS.iterdir() if (p / "adapter_config.json").is_file()) if ASSETS.is_dir() else []
+
+
+def resolve_sampler(value: Any, options: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """A sampler object from a name with its numbers (taken out of ``options``), or the object itself."""
+    return _resolve("sampler", SAMPLERS, value, options, defaults, method="step")
+
+
+def resolve_cache(value: Any, options: dict[str, Any]) -> Any:
+    """A cache object from a name with its numbers (taken out of ``options``), or the object itself."""
+    return _resolve("cache", CACHES, value, options, {}, method="plan")
+
+
+def accepted_numbers(value: Any) -> list[str]:
+    """Names of the numbers that a sampler or cache object takes."""
+    return [f.name for f in fields(value)] if is_dataclass(value) else []
+
+
+def _resolve(
+    kind: str, table: Mapping[str, str], value: Any, options: dict[str, Any], defaults: Mapping[str, Any], method: str
+) -> Any:
+    if not isinstance(value, str):
+        if isinstance(value, type) or not callable(getattr(value, method, None)):
+            raise TypeError(f"{kind} must be one of {sorted(table)} or an object with {method}(): got {value!r}")
+        return value
+    if value not in table:
+        raise ValueError(f"{kind} must be one of {sorted(table)} or an object with {method}(): got {value!r}")
+    module, name = table[value].split(":")
+    cls = getattr(importlib.import_module(module), name)
+    known = {f.name for f in fields(cls)}
+    given = {k: options.pop(k) for k in list(options) if k in known}
+    return cls(**{**{k: v for k, v in defaults.items() if k in known}, **given})
