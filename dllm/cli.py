@@ -1,4 +1,4 @@
-"""Command line: `dllm generate | infill | chat | adapt`. Each command is a thin face of the Python API."""
+"""Command line: `dllm generate | infill | chat | demo | adapt | train-drafter | export`. Each command is a thin face of the Python API."""
 
 from __future__ import annotations
 
@@ -276,6 +276,20 @@ def adapt(context: typer.Context) -> None:
     from dllm.training.adapt import command
 
     _delegate(command, "dllm adapt", context.args)
+
+
+@app.command("train-drafter", context_settings=_DELEGATED, help="Train a DFlash or DFly drafter for an AR model.")
+def train_drafter(context: typer.Context) -> None:
+    from dllm.training.draft import command
+
+    _delegate(command, "dllm train-drafter", context.args)
+
+
+@app.command(context_settings=_DELEGATED, help="Write a drafter as the folder that vLLM or SGLang loads, with its launch line.")
+def export(context: typer.Context) -> None:
+    from dllm.bridge.engines import command
+
+    _delegate(command, "dllm export", context.args)
 
 
 def _delegate(command: Callable[..., Any], name: str, arguments: list[str]) -> None:

@@ -197,7 +197,7 @@ class DenoiseLoop:
             slots=slots,
             history=self.sampler_history,
         )
-        choice = request.sampler.step(laws, canvas, offered, row_state, self.noise)
+        choice = request.sampler.step(self._ranked(laws, slots), canvas, offered, row_state, self.noise)
         if choice.transfer_index.shape != offered.shape:
             raise ValueError(
                 f"sampler must return transfer_index {tuple(offered.shape)}: got {tuple(choice.transfer_index.shape)}"
@@ -280,6 +280,18 @@ class DenoiseLoop:
         laws = row_stats(logits, needs, banned, uniform, request.temperature, law, processed, previous)
         self.previous = laws.logits if "previous" in needs else None
         return laws
+
+    def _ranked(self, laws: RowStats, slots: Tensor) -> RowStats:
+        """The laws as the sampler ranks them: a first slot whose law cannot change any more is the surest of its block."""
+        if self.spec.first_slot != "commit_first":
+            return laws
+        settled = (slots == self.state.lo[:, None]) & (self.state.row_lo == self.state.lo)[:, None]
+        return replace(
+            laws,
+            confidence=laws.confidence.masked_fill(settled, float("inf")),
+            entropy=None if laws.entropy is None else laws.entropy.masked_fill(settled, float("-inf")),
+            margin=None if laws.margin is None else laws.margin.masked_fill(settled, float("inf")),
+        )
 
     def _first_stop(self, tokens: Tensor, committed: Tensor, slots: Tensor) -> Tensor:
         """First slot with a committed stop token, [B]; the canvas width where there is none."""

@@ -25,7 +25,6 @@ SAMPLERS: dict[str, str] = {
     "low_confidence_dynamic": "dllm.samplers.dynamic:Dynamic",
     "sequential": "dllm.samplers.sequential:Sequential",
     "sub_block": "dllm.samplers.sub_block:SubBlock",
-    "token_editing": "dllm.samplers.token_editing:TokenEditing",
 }
 CACHES: dict[str, str] = {
     "none": "dllm.cache.none:NoCache",

@@ -26,7 +26,7 @@ AttentionKind = Literal["bidirectional", "block_causal", "causal"]
 _SPEC_CHOICES: Mapping[str, tuple[Any, ...]] = {
     "logits_shift": (0, 1),
     "attention": ("bidirectional", "block_causal", "causal"),
-    "first_slot": ("free", "commit_full_pass", "commit_store_pass"),
+    "first_slot": ("free", "commit_first", "commit_full_pass", "commit_store_pass"),
     "confidence": ("raw", "processed"),
     "block_origin": ("prompt", "zero"),
     "infill": ("rank", "canvas"),
@@ -39,7 +39,9 @@ class DecodeSpec:
 
     mask_token_id: id that stands for [MASK] at the input; None where the model has none (uniform corruption).
     logits_shift: 1 if the logits of row i - 1 belong to slot i, else 0.
-    first_slot: where a block's first token comes from in a shifted model ("free": like any other slot).
+    first_slot: where a block's first token comes from in a shifted model. "free": like any other slot. "commit_first": its law stands in
+        the last row of the block before, never sees the open block and so never changes: it is committed in the block's first step,
+        and every later choice sees it. "commit_full_pass", "commit_store_pass": committed alone, from that pass.
     block_origin: "prompt" counts blocks from the end of the given tokens, "zero" from position 0 (the first block then holds the
         prompt's tail).
     confidence: "raw" = probability under the unprocessed law; "processed" = after temperature, top-k, top-p.
@@ -55,7 +57,7 @@ class DecodeSpec:
     block_length: int
     max_positions: int
     vocab_size: int
-    first_slot: Literal["free", "commit_full_pass", "commit_store_pass"] = "free"
+    first_slot: Literal["free", "commit_first", "commit_full_pass", "commit_store_pass"] = "free"
     confidence: Literal["raw", "processed"] = "raw"
     block_origin: Literal["prompt", "zero"] = "zero"
     infill: Literal["rank", "canvas"] = "canvas"
@@ -218,10 +220,16 @@ class RowState:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A sampler's decision: tokens [B, S] int64, transfer_index [B, S] bool (True = commit now)."""
+    """A sampler's decision: tokens [B, S] int64, transfer_index [B, S] bool (True = commit now).
+
+    For uniform corruption also: canvas [B, S] int64, what stands in the slots that stay open; conditioning [B, S, V], the laws that
+    the next step is conditioned on.
+    """
 
     tokens: Tensor
     transfer_index: Tensor
+    canvas: Tensor | None = None
+    conditioning: Tensor | None = None
 
 
 @runtime_checkable

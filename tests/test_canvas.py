@@ -13,8 +13,7 @@ from dllm.denoise import DenoiseLoop
 from dllm.samplers.threshold import Threshold
 from dllm.training.layout import FIRST_BLOCK_GROUP, Region, block_groups
 from dllm.types import LOWEST_GROUP, Attend
-from tests.test_denoise import request
-from tests.tiny import tiny_lm, tiny_spec
+from tests.tiny import loop_request, tiny_lm, tiny_spec
 
 
 def test_rows_are_left_aligned_whatever_their_lengths():
@@ -54,7 +53,7 @@ def test_infill_by_rank_sees_what_it_saw_in_training(lengths, block_length):
     spec = tiny_spec(block_length=block_length)
     canvas = infill_canvas([[[7] * n for n in parts]], [gaps], spec, "cpu")
     # The groups of a finished decode: run it.
-    loop = DenoiseLoop(tiny_lm().model, request(canvas, spec, block_length=block_length, sampler=Threshold(0.0)))
+    loop = DenoiseLoop(tiny_lm().model, loop_request(canvas, spec, block_length=block_length, sampler=Threshold(0.0)))
     for _ in loop.run():
         final, low_used = loop.state.group[0].numpy(), loop.state.low[0].numpy()
     total = sum(parts) + sum(gaps)

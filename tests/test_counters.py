@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from dllm.cache.block import BlockCache
 from dllm.cache.dual import DualCache
 from dllm.cache.free import FreeCache
 from dllm.cache.none import NoCache
 from tests.spy import Spy
-from tests.tiny import tiny_lm
+from tests.tiny import padded, prompt, tiny_lm
 
 S = 8
 ONE_A_STEP = 2.0
 BOTH = ["block_causal", "bidirectional"]
-
-
-def prompt(length, seed=0):
-    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(100 * length + seed)).tolist()
 
 
 def counts(cache, rule, prompt_length, gen, threshold=ONE_A_STEP, **changes):
@@ -120,9 +115,7 @@ CASES = [
 def test_each_row_of_a_ragged_batch_is_counted_as_if_it_were_alone(cache, rule, threshold):
     lm = tiny_lm(rule)
     rows = [prompt(n) for n in (3, 17, 9)]
-    ids = torch.tensor([[0] * (17 - len(r)) + r for r in rows])
-    mask = torch.tensor([[0] * (17 - len(r)) + [1] * len(r) for r in rows])
-    out = lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=20, cache=cache, threshold=threshold)
+    out = lm.generate(**padded(rows), max_new_tokens=20, cache=cache, threshold=threshold)
     for b, row in enumerate(rows):
         single = lm.generate(input_ids=[row], max_new_tokens=20, cache=cache, threshold=threshold)
         assert (out.row_stats[b].nfe, out.row_stats[b].positions) == (single.stats.nfe, single.stats.positions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,32 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from dllm.cache.none import NoCache
+from dllm.cache.block import BlockCache
 from dllm.canvas import generation_canvas
-from dllm.denoise import DenoiseLoop, DenoiseRequest, denoise
-from dllm.noise import CounterNoise
+from dllm.denoise import DenoiseLoop, denoise
 from dllm.pipeline import DiffusionLM
 from dllm.samplers.threshold import Threshold
 from dllm.types import Step
 from tests.oracle import oracle_lm, peaked, sentence
-from tests.tiny import EOS, FILLER, MASK, tiny_decoder, tiny_lm, tiny_spec
-
-
-def prompt(length, seed=0):
-    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(100 * length + seed)).tolist()
-
-
-def tokens(output, row=0):
-    return output.sequences[row, : output.lengths[row]].tolist()
-
-
-def ragged(*rows):
-    width = max(map(len, rows))
-    ids = torch.tensor([[0] * (width - len(r)) + r for r in rows])
-    mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
-    return dict(input_ids=ids, attention_mask=mask)
-
+from tests.tiny import EOS, FILLER, MASK, loop_request, padded, prompt, tiny_decoder, tiny_lm, tiny_spec, tokens
 
 # Independence of rows and calls
 
@@ -61,7 +46,7 @@ def test_a_row_of_any_batch_equals_its_single_run(
         max_new_tokens=gen, block_length=block_length, temperature=temperature, threshold=threshold
     )
     cache = "block" if rule == "block_causal" else "dual"
-    batch = lm.generate(**ragged(*rows), seed=seed, cache=cache, **options)
+    batch = lm.generate(**padded(rows), seed=seed, cache=cache, **options)
     for i, row in enumerate(rows):
         single = lm.generate(input_ids=[row], seed=[seed + i], cache=cache, **options)
         assert tokens(batch, i) == tokens(single)
@@ -73,7 +58,7 @@ def test_a_row_of_any_batch_equals_its_single_run(
 def test_two_calls_in_a_row_leave_nothing_behind():
     lm = tiny_lm()
     first = lm.generate(input_ids=[prompt(7)], max_new_tokens=20, cache="block")
-    lm.generate(**ragged(prompt(9), prompt(3)), max_new_tokens=11, cache="block", temperature=1.0)
+    lm.generate(**padded([prompt(9), prompt(3)]), max_new_tokens=11, cache="block", temperature=1.0)
     again = lm.generate(input_ids=[prompt(7)], max_new_tokens=20, cache="block")
     assert tokens(first) == tokens(again)
 
@@ -82,15 +67,15 @@ def test_num_return_sequences_repeats_each_prompt_and_every_row_has_its_own_seed
     lm = tiny_lm(eos_token_ids=())
     rows = [prompt(4), prompt(6)]
     options: dict[str, Any] = dict(max_new_tokens=12, temperature=1.0)
-    out = lm.generate(**ragged(*rows), num_return_sequences=2, seed=40, **options)
+    out = lm.generate(**padded(rows), num_return_sequences=2, seed=40, **options)
     assert len(out.lengths) == 4
     for i in range(4):
         assert tokens(out, i) == tokens(lm.generate(input_ids=[rows[i // 2]], seed=40 + i, **options))
     assert tokens(out, 0) != tokens(out, 1)
-    listed = lm.generate(**ragged(*rows), num_return_sequences=2, seed=[43, 42, 41, 40], **options)
+    listed = lm.generate(**padded(rows), num_return_sequences=2, seed=[43, 42, 41, 40], **options)
     assert tokens(listed, 3) == tokens(lm.generate(input_ids=[rows[1]], seed=40, **options))
     with pytest.raises(ValueError, match="seed must be an int or one int a row \\(4\\): got 2"):
-        lm.generate(**ragged(*rows), num_return_sequences=2, seed=[1, 2], **options)
+        lm.generate(**padded(rows), num_return_sequences=2, seed=[1, 2], **options)
 
 
 def test_seeds_change_samples_and_repeat_them():
@@ -143,7 +128,7 @@ def test_logits_that_are_not_finite_raise_naming_row_and_step(value, temperature
     # A block a step: in step 3 row 0 is at slots 17 to 24, row 1 at 25 to 32.
     lm = oracle_lm(lambda slot, call: broken if slot == 28 and call == 3 else certain, eos_token_ids=())
     with pytest.raises(ValueError, match="logits must be finite.*row 1, step 3"):
-        lm.generate(**ragged(prompt(1), prompt(9)), max_new_tokens=24, temperature=temperature, seed=0)
+        lm.generate(**padded([prompt(1), prompt(9)]), max_new_tokens=24, temperature=temperature, seed=0)
 
 
 def test_infinity_at_a_banned_id_is_no_law_either():
@@ -163,7 +148,7 @@ def test_minus_infinity_at_some_ids_is_a_law():
 class Scripted:
     """A sampler that does what a test tells it to."""
 
-    transfer: object
+    transfer: Callable[[Tensor], Tensor]
     token: int = 10
     needs = frozenset({"top1"})
 
@@ -208,7 +193,7 @@ class Greedy:
 def test_a_sampler_cannot_overwrite_what_is_committed_or_given():
     # It wants everything in every step, but only masked slots of the row's own block are its to commit.
     lm = tiny_lm(eos_token_ids=(), block_origin="zero")
-    out = lm.generate(**ragged(prompt(3), prompt(9)), max_new_tokens=12, sampler=Greedy())
+    out = lm.generate(**padded([prompt(3), prompt(9)]), max_new_tokens=12, sampler=Greedy())
     for b, sizes in enumerate(([5, 7], [7, 5])):
         assert tokens(out, b) == [20 + int(i >= 3) for size in sizes for i in range(size)]
 
@@ -235,7 +220,7 @@ class Recorder:
 def test_the_law_of_the_step_before_is_aligned_by_slot_and_uniform_in_a_blocks_first_step():
     recorder = Recorder()
     lm = tiny_lm("bidirectional", eos_token_ids=())
-    lm.generate(**ragged(prompt(3), prompt(6)), max_new_tokens=11, sampler=recorder)
+    lm.generate(**padded([prompt(3), prompt(6)]), max_new_tokens=11, sampler=recorder)
     for i, (rows, masked, step, slots, at_start) in enumerate(recorder.seen):
         assert rows.previous.shape == rows.logits.shape
         for b in range(masked.shape[0]):
@@ -269,7 +254,7 @@ def watch(lm, **kwargs):
 
 def test_callbacks_come_after_each_step_with_the_rows_still_running_and_count_without_a_gap():
     table = {slot: (10 + slot, 0.95) for slot in range(20)} | dict.fromkeys(range(20, 99), (EOS, 0.95))
-    out, seen = watch(oracle_lm(table), **ragged(prompt(2), prompt(18)), max_new_tokens=30)
+    out, seen = watch(oracle_lm(table), **padded([prompt(2), prompt(18)]), max_new_tokens=30)
     assert [step for step, *_ in seen] == [1, 2, 3]
     assert [rows for _, rows, *_ in seen] == [[0, 1], [0], [0]]
     assert seen[0][3] == [list(range(2, 10)), list(range(18, 26))]
@@ -279,7 +264,7 @@ def test_callbacks_come_after_each_step_with_the_rows_still_running_and_count_wi
 def test_step_numbers_never_fall_back_when_the_fastest_row_leaves():
     # Row 0 (nothing to prefill) decodes while row 1 prefills, and is done first; row 1 is then a step behind.
     lm = tiny_lm(block_origin="zero", eos_token_ids=())
-    _, seen = watch(lm, **ragged(prompt(3), prompt(17)), max_new_tokens=6, threshold=2.0, cache="block")
+    _, seen = watch(lm, **padded([prompt(3), prompt(17)]), max_new_tokens=6, threshold=2.0, cache="block")
     steps = [step for step, *_ in seen]
     assert steps == list(range(1, len(steps) + 1))
 
@@ -287,9 +272,7 @@ def test_step_numbers_never_fall_back_when_the_fastest_row_leaves():
 def test_a_row_that_waits_for_its_prefill_shows_no_final_slot():
     lm = tiny_lm(block_origin="zero", eos_token_ids=())
     canvas = generation_canvas([prompt(3), prompt(17)], [6, 6], lm.spec, "cpu")
-    from dllm.cache.block import BlockCache
-
-    loop = DenoiseLoop(lm.model, request(canvas, lm.spec, cache=BlockCache()))
+    loop = DenoiseLoop(lm.model, loop_request(canvas, lm.spec, cache=BlockCache()))
     view = next(loop.run())
     assert view.transfer_index[0].any()
     assert not view.transfer_index[1].any()
@@ -297,26 +280,11 @@ def test_a_row_that_waits_for_its_prefill_shows_no_final_slot():
     assert all(view.masked[b, : view.frontier[b]].sum() == 0 for b in range(2))
 
 
-def request(canvas, spec, **changes):
-    banned = torch.zeros(spec.vocab_size, dtype=torch.bool)
-    banned[spec.mask_token_id] = True
-    values = dict(
-        canvas=canvas,
-        spec=spec,
-        sampler=Threshold(2.0),
-        cache=NoCache(),
-        noise=CounterNoise.for_rows(0, canvas.ids.shape[0]),
-        block_length=spec.block_length,
-        banned=banned,
-    )
-    return DenoiseRequest(**(values | changes))
-
-
 def test_the_loop_leaves_the_callers_canvas_as_it_was():
     lm = tiny_lm()
     canvas = generation_canvas([prompt(3)], [6], lm.spec, "cpu")
     before = [t.clone() for t in (canvas.ids, canvas.masked, canvas.group, canvas.low)]
-    result = denoise(lm.model, request(canvas, lm.spec))
+    result = denoise(lm.model, loop_request(canvas, lm.spec))
     assert all(
         torch.equal(a, b) for a, b in zip(before, (canvas.ids, canvas.masked, canvas.group, canvas.low), strict=True)
     )
@@ -328,23 +296,25 @@ def test_the_log_confidence_is_the_sum_over_committed_tokens_at_their_step():
     table = {3: (11, 0.95), 4: (12, 0.5), 5: (13, 0.25)}
     lm = oracle_lm(table)
     canvas = generation_canvas([[5, 6, 7]], [3], lm.spec, "cpu")
-    result = denoise(lm.model, request(canvas, lm.spec, sampler=Threshold(0.9)))
+    result = denoise(lm.model, loop_request(canvas, lm.spec, sampler=Threshold(0.9)))
     assert result.log_confidence[0] == pytest.approx(math.log(0.95) + math.log(0.5) + math.log(0.25), abs=1e-5)
 
 
 @pytest.mark.parametrize("rule", ["block_causal", "bidirectional"])
 def test_history_tells_for_each_step_what_is_there_what_is_new_and_what_is_guessed(rule):
     lm = tiny_lm(rule)
-    out = lm.generate(**ragged(prompt(3), prompt(9), prompt(5)), max_new_tokens=13, threshold=0.5, output_history=True)
-    plain = lm.generate(**ragged(prompt(3), prompt(9), prompt(5)), max_new_tokens=13, threshold=0.5)
+    out = lm.generate(
+        **padded([prompt(3), prompt(9), prompt(5)]), max_new_tokens=13, threshold=0.5, output_history=True
+    )
+    plain = lm.generate(**padded([prompt(3), prompt(9), prompt(5)]), max_new_tokens=13, threshold=0.5)
     assert plain.history is None
     assert torch.equal(out.sequences, plain.sequences)
+    assert out.history is not None
     for b, frames in enumerate(out.history):
         assert [f.step for f in frames] == list(range(1, len(frames) + 1))
         assert [f.nfe for f in frames] == list(range(1, len(frames) + 1))
         assert frames[-1].nfe == out.row_stats[b].nfe
         masked = [True] * 13
-        guess = None
         for frame in frames:
             assert len(frame.token_ids) == len(frame.provisional_ids) == 13
             assert [m and not n for m, n in zip(masked, frame.new, strict=True)] == frame.masked
@@ -352,15 +322,15 @@ def test_history_tells_for_each_step_what_is_there_what_is_new_and_what_is_guess
             for i in range(13):
                 if not masked[i]:
                     assert frame.provisional_ids[i] == frame.token_ids[i]
-            guess = frame.provisional_ids
         kept = tokens(out, b)
-        assert frames[-1].token_ids[: len(kept)] == guess[: len(kept)] == kept
+        assert frames[-1].token_ids[: len(kept)] == frames[-1].provisional_ids[: len(kept)] == kept
 
 
 def test_guesses_cover_each_rows_own_open_block_and_nothing_behind_it():
     # The rows' blocks end at 8 and 16, and at 16 and 22, the canvas's end: never the same number of slots.
     lm = oracle_lm(lambda slot, call: (10 + slot, 0.5), eos_token_ids=(), block_origin="zero")
-    out = lm.generate(**ragged(prompt(3), prompt(9)), max_new_tokens=13, output_history=True)
+    out = lm.generate(**padded([prompt(3), prompt(9)]), max_new_tokens=13, output_history=True)
+    assert out.history is not None
     for b, length in enumerate((3, 9)):
         for frame in out.history[b]:
             # The last slot of this step's block, whether or not the step has filled it.
@@ -375,10 +345,10 @@ def test_guesses_cover_each_rows_own_open_block_and_nothing_behind_it():
 def test_prompt_and_generation_must_fit_the_model():
     lm = tiny_lm()
     with pytest.raises(ValueError, match="prompt of 7 tokens.*row 1 needs 257"):
-        lm.generate(**ragged(prompt(6), prompt(7)), max_new_tokens=250)
+        lm.generate(**padded([prompt(6), prompt(7)]), max_new_tokens=250)
     canvas = generation_canvas([prompt(7)], [250], lm.spec, "cpu")
     with pytest.raises(ValueError, match="must fit in 256 positions: got 257"):
-        DenoiseLoop(lm.model, request(canvas, lm.spec))
+        DenoiseLoop(lm.model, loop_request(canvas, lm.spec))
     assert lm.generate(input_ids=[prompt(6)], max_new_tokens=250, threshold=0).lengths[0] <= 250
 
 
@@ -404,7 +374,7 @@ def test_stop_strings_without_a_tokenizer_raise():
 
 def test_sequences_are_right_padded_and_lengths_say_how_far_they_go():
     table = dict.fromkeys(range(9), (11, 0.95)) | dict.fromkeys(range(9, 99), (EOS, 0.95))
-    out = oracle_lm(table).generate(**ragged(prompt(2), prompt(6)), max_new_tokens=20)
+    out = oracle_lm(table).generate(**padded([prompt(2), prompt(6)]), max_new_tokens=20)
     assert out.lengths == [7, 3]
     assert out.sequences.tolist() == [[11] * 7, [11] * 3 + [0] * 4]
 
@@ -429,9 +399,10 @@ def test_a_row_that_waits_for_its_prefill_does_not_lose_a_step_of_its_limit(samp
     options: dict[str, Any] = dict(
         max_new_tokens=20, cache="block", max_denoising_steps=3, sampler=sampler, output_history=True
     )
-    batch = lm.generate(**ragged(*rows), **options)
+    batch = lm.generate(**padded(rows), **options)
+    assert batch.history is not None
     for i, row in enumerate(rows):
-        assert batch.history[i] == lm.generate(input_ids=[row], **options).history[0]
+        assert [batch.history[i]] == lm.generate(input_ids=[row], **options).history
 
 
 @pytest.mark.parametrize("threshold", [0.0, 2.0])

@@ -11,31 +11,12 @@ import torch
 from dllm.config import GenerationConfig
 from dllm.pipeline import DiffusionLM
 from tests.oracle import oracle_lm, sentence
-from tests.tiny import EOS, FILLER, MASK, tiny_decoder, tiny_lm, tiny_spec
+from tests.tiny import EOS, FILLER, MASK, padded, prompt, tiny_decoder, tiny_lm, tiny_spec, tokens
 from tests.words import text_lm
 
 CACHES = {"block_causal": ["none", "block", "dual", "free"], "bidirectional": ["none", "dual", "free"]}
 RULES = sorted(CACHES)
 EACH = [(rule, cache) for rule in RULES for cache in CACHES[rule]]
-
-
-def prompt(length, seed=0):
-    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(100 * length + seed)).tolist()
-
-
-def padded(rows, side, value=0):
-    """input_ids and attention_mask of ragged rows, padded on one side."""
-    width = max(map(len, rows))
-    ids, mask = [], []
-    for row in rows:
-        gap = [value] * (width - len(row))
-        ids.append(gap + row if side == "left" else row + gap)
-        mask.append([0] * len(gap) + [1] * len(row) if side == "left" else [1] * len(row) + [0] * len(gap))
-    return torch.tensor(ids), torch.tensor(mask)
-
-
-def tokens(output, row=0):
-    return output.sequences[row, : output.lengths[row]].tolist()
 
 
 def assert_row_equals_single(batch, row, single):
@@ -53,9 +34,8 @@ def assert_row_equals_single(batch, row, single):
 def test_t01_t02_a_row_of_a_ragged_batch_equals_its_single_run(rule, cache, temperature, side, eos):
     lm = tiny_lm(rule, eos_token_ids=eos)
     rows = [prompt(5), prompt(10), prompt(1), prompt(16)]
-    ids, mask = padded(rows, side)
     options: dict[str, Any] = dict(max_new_tokens=21, cache=cache, temperature=temperature, threshold=0.6)
-    batch = lm.generate(input_ids=ids, attention_mask=mask, seed=7, **options)
+    batch = lm.generate(**padded(rows, side), seed=7, **options)
     for i, row in enumerate(rows):
         assert_row_equals_single(batch, i, lm.generate(input_ids=[row], seed=7 + i, **options))
     assert batch.stats.positions == sum(s.positions for s in batch.row_stats)
@@ -67,12 +47,7 @@ def test_t01_t02_a_row_of_a_ragged_batch_equals_its_single_run(rule, cache, temp
 def test_t03_the_mask_decides_what_is_padding_and_values_never_do(rule, cache):
     lm = tiny_lm(rule)
     rows = [[5, EOS, 9, EOS], prompt(9)]
-    padded_with_eos, mask = padded(rows, "left", EOS)
-    padded_with_mask, _ = padded(rows, "left", MASK)
-    out = [
-        lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=12, cache=cache)
-        for ids in (padded_with_eos, padded_with_mask)
-    ]
+    out = [lm.generate(**padded(rows, "left", value), max_new_tokens=12, cache=cache) for value in (EOS, MASK)]
     alone = lm.generate(input_ids=[rows[0]], max_new_tokens=12, cache=cache)
     assert tokens(out[0]) == tokens(out[1]) == tokens(alone)
     assert out[0].row_stats[0].positions == alone.stats.positions
@@ -248,8 +223,7 @@ def test_t10_rows_that_stop_at_different_times_leave_the_others_alone(cache):
     table = {slot: (10 + slot, 0.95) for slot in range(20)} | dict.fromkeys(range(20, 99), (EOS, 0.95))
     lm = oracle_lm(table)
     rows = [prompt(2), prompt(18), prompt(9)]
-    ids, mask = padded(rows, "right")
-    out = lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=40, cache=cache)
+    out = lm.generate(**padded(rows, "right"), max_new_tokens=40, cache=cache)
     for i, row in enumerate(rows):
         assert tokens(out, i) == list(range(10 + len(row), 30))
         assert out.finish_reasons[i] == "stop"
@@ -356,9 +330,8 @@ EOS_ELSE_20[EOS], EOS_ELSE_20[20] = 10.0, 0.0
 
 def test_t12_min_new_tokens_holds_at_a_temperature_too_and_counts_per_row():
     lm = oracle_lm(lambda slot, call: EOS_ELSE_20)
-    ids, mask = padded([prompt(2), prompt(6)], "left")
     out = lm.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=9, min_new_tokens=4, temperature=0.5, top_k=2, seed=0
+        **padded([prompt(2), prompt(6)]), max_new_tokens=9, min_new_tokens=4, temperature=0.5, top_k=2, seed=0
     )
     assert out.lengths == [4, 4]
 
@@ -430,8 +403,7 @@ def test_t25_steps_count_the_blocks_that_there_are_when_blocks_count_from_zero()
     out = lm.generate(input_ids=[prompt(5)], max_new_tokens=16, steps=6, threshold=2.0)
     assert out.stats.nfe == 6
     # Each row has its own number: two blocks behind eight tokens, three behind five.
-    ids, mask = padded([prompt(8), prompt(5)], "left")
-    batch = lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=16, steps=6, threshold=2.0)
+    batch = lm.generate(**padded([prompt(8), prompt(5)]), max_new_tokens=16, steps=6, threshold=2.0)
     assert [s.nfe for s in batch.row_stats] == [6, 6]
     for i, row in enumerate([prompt(8), prompt(5)]):
         assert_row_equals_single(batch, i, lm.generate(input_ids=[row], max_new_tokens=16, steps=6, threshold=2.0))

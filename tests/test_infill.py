@@ -204,6 +204,7 @@ def test_messages_wrap_prefix_and_suffix_into_the_assistants_turn():
 def test_history_is_kept_a_row_and_the_last_frame_is_the_fill():
     lm = text_lm()
     fill = lm.infill(PREFIXES, SUFFIXES, [4, 9, 2], output_history=True)
+    assert fill.history is not None
     for row in range(3):
         assert fill.history[row][-1].token_ids == fill.fill_ids[row][0]
     assert lm.infill("ab ", "cd", 2).history is None

@@ -104,17 +104,16 @@ def test_provisional_events_show_the_guess_behind_the_committed_text():
     }
     lm = speaking(oracle_lm(table, block_length=4))
     events = list(lm.stream("x", max_new_tokens=4, provisional=True))
-    text = {"committed": "", "provisional": []}
+    final, shown = "", []
     for event in events:
         if event.kind == "committed":
-            text["committed"] += event.text
+            final += event.text
         elif event.kind == "provisional":
-            # What is final and what is guessed is the whole block at every step, for the oracle never changes its mind.
-            text["provisional"].append(text["committed"] + event.text)
+            shown.append(final + event.text)
     whole = lm.generate("x", max_new_tokens=4).texts[0]
-    assert text["provisional"] == [whole] * len(text["provisional"])
-    assert len(text["provisional"]) == 4
-    assert text["committed"] == whole
+    # What is final and what is guessed is the whole block at every step, for the oracle never changes its mind.
+    assert shown == [whole] * 4
+    assert final == whole
 
 
 def test_a_guess_ends_at_a_guessed_stop_and_there_is_none_once_the_row_has_stopped():

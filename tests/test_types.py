@@ -50,13 +50,13 @@ def test_by_group_is_the_group_rule_for_stored_keys_and_new_rows_alike(shape):
     stored = torch.randint(-4, 5, (batch, keys), generator=generator)
     stored[torch.rand(batch, keys, generator=generator) < 0.3] = PADDING_GROUP
     attend = Attend.by_group(group, low, valid, stored)
-    group, low, valid, stored = group.tolist(), low.tolist(), valid.tolist(), stored.tolist()
+    g, low_of, v, n = group.tolist(), low.tolist(), valid.tolist(), stored.tolist()
 
     def sees_stored(b, q, k):
-        return stored[b][k] != PADDING_GROUP and low[b][q] <= stored[b][k] <= group[b][q]
+        return n[b][k] != PADDING_GROUP and low_of[b][q] <= n[b][k] <= g[b][q]
 
     def sees_new(b, q, k):
-        return q == k or (valid[b][k] and low[b][q] <= group[b][k] <= group[b][q])
+        return q == k or (v[b][k] and low_of[b][q] <= g[b][k] <= g[b][q])
 
     assert torch.equal(attend.stored_mask, pairwise(batch, queries, keys, sees_stored))
     assert torch.equal(attend.new_mask, pairwise(batch, queries, queries, sees_new))

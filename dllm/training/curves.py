@@ -55,15 +55,16 @@ def plot_curves(log: Path, picture: Path) -> bool:
         right.plot([s for s, _ in points], [v["accuracy"] for _, v in points], **style)
     left.set(xlabel="optimiser step", ylabel="masked cross-entropy (nats per token)", title="Loss")
     right.set(xlabel="optimiser step", ylabel="masked accuracy", title="Top token is right", ylim=(0, 1))
-    top = [x["loss"] for x in lines if "loss" in x][1:]
-    if top:
-        # The first steps are far above the rest and would flatten it.
-        ordered = sorted(top)
-        left.set_ylim(0, max(1.1 * ordered[int(0.97 * (len(ordered) - 1))], 1.0))
+    # The first tenth is far above the rest and would flatten it; every curve's later part must be inside.
+    last = max((line["step"] for line in lines), default=0)
+    late = [x["loss"] for x in lines if "loss" in x and x["step"] >= last / 10]
+    late += [v["cross_entropy"] for x in measured if x["step"] >= last / 10 for v in x["held_out"].values()]
+    if late:
+        left.set_ylim(0, max(1.1 * max(late), 1.0))
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    right.legend(frameon=False, loc="lower right")
+    right.legend(frameon=False, loc="upper right")
     partial = picture.with_name(f".{picture.name}.partial")
     try:
         figure.savefig(partial, format="png")

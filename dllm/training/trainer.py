@@ -172,6 +172,7 @@ class Trainer:
             block_length=config.block_length,
             max_positions=base.decoder.config.max_positions,
             vocab_size=base.decoder.config.vocab_size,
+            first_slot="commit_first" if config.attention == "block_causal" else "free",
             block_origin="prompt",
             infill="rank" if config.attention == "block_causal" else "canvas",
             filler_token_id=self.tokens["filler_token_id"],

@@ -12,23 +12,13 @@ from hypothesis import strategies as st
 from dllm.cache.block import BlockCache
 from dllm.noise import CounterNoise
 from tests.spy import Spy
-from tests.tiny import EOS, tiny_lm
+from tests.tiny import EOS, padded, prompt, tiny_lm
 from tests.words import text_lm
 
 
-def prompt(length, seed=0):
-    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(100 * length + seed)).tolist()
-
-
-def ragged(rows):
-    width = max(map(len, rows))
-    ids = torch.tensor([r + [EOS] * (width - len(r)) for r in rows])
-    return dict(input_ids=ids, attention_mask=torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows]))
-
-
 def assert_equal(lm, rows, **options):
-    plain = lm.generate(**ragged(rows), cache="none", **options)
-    cached = lm.generate(**ragged(rows), cache="block", **options)
+    plain = lm.generate(**padded(rows, "right", EOS), cache="none", **options)
+    cached = lm.generate(**padded(rows, "right", EOS), cache="block", **options)
     assert cached.lengths == plain.lengths
     assert torch.equal(cached.sequences, plain.sequences)
     assert cached.finish_reasons == plain.finish_reasons

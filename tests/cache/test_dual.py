@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from dllm.cache.dual import DualCache
 from tests.spy import Spy
-from tests.tiny import tiny_lm
+from tests.tiny import prompt, tiny_lm
 
 BOTH = ["block_causal", "bidirectional"]
-
-
-def prompt(length, seed=0):
-    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(100 * length + seed)).tolist()
 
 
 def run(lm, cache, length=5, gen=24, **options):

@@ -7,17 +7,12 @@ import torch
 
 from dllm.cache.free import FreeCache
 from dllm.canvas import generation_canvas
-from dllm.denoise import DenoiseLoop, DenoiseRequest
-from dllm.noise import CounterNoise
+from dllm.denoise import DenoiseLoop
 from dllm.samplers.threshold import Threshold
 from tests.spy import Spy
-from tests.tiny import MASK, tiny_lm
+from tests.tiny import FILLER, MASK, loop_request, prompt, tiny_lm
 
 BOTH = ["block_causal", "bidirectional"]
-
-
-def prompt(length, seed=0):
-    return torch.randint(3, 60, (length,), generator=torch.Generator().manual_seed(100 * length + seed)).tolist()
 
 
 def run(lm, cache, length=5, gen=24, **options):
@@ -25,18 +20,8 @@ def run(lm, cache, length=5, gen=24, **options):
 
 
 def start_loop(lm, cache, length, gen, threshold):
-    banned = torch.zeros(lm.spec.vocab_size, dtype=torch.bool)
-    banned[MASK] = True
-    request = DenoiseRequest(
-        canvas=generation_canvas([prompt(length)], [gen], lm.spec, "cpu"),
-        spec=lm.spec,
-        sampler=Threshold(threshold),
-        cache=cache,
-        noise=CounterNoise.for_rows(0, 1),
-        block_length=8,
-        banned=banned,
-    )
-    return DenoiseLoop(lm.model, request)
+    canvas = generation_canvas([prompt(length)], [gen], lm.spec, "cpu")
+    return DenoiseLoop(lm.model, loop_request(canvas, lm.spec, cache=cache, sampler=Threshold(threshold)))
 
 
 @pytest.mark.parametrize("length", [1, 5, 12])
@@ -60,7 +45,7 @@ def test_f1_with_one_block_the_prompts_keys_stay_those_of_the_first_forward(leng
             None, position[:, new], store, everything, embeds=embeds, rows=position[:, new], write=write
         )
         law = model.head(hidden[0, length:]).softmax(-1)
-        law[:, [MASK, 62]] = 0
+        law[:, [MASK, FILLER]] = 0
         slot = law.amax(-1).masked_fill(~masked[0, length:], -1).argmax()
         ids[0, length + slot], masked[0, length + slot] = law[slot].argmax(), False
     assert run(lm, "free", length, gen, threshold=2.0) == ids[0, length:].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def trained(base, seed=1):
 
 
 def config_for(base, **changes):
-    values = dict(base="tiny", base_fingerprint=fingerprint(base), rank=RANK, alpha=ALPHA, spec={})
+    values: dict[str, Any] = dict(base="tiny", base_fingerprint=fingerprint(base), rank=RANK, alpha=ALPHA, spec={})
     return AdapterConfig(**(values | changes))
 
 
@@ -76,6 +77,7 @@ def test_a_fresh_adapter_changes_nothing_but_the_mask_row_is_its_own():
     base = tiny_decoder()
     model = add_lora(base, RANK, ALPHA, MASK)
     torch.testing.assert_close(logits_of(model), logits_of(base))
+    assert model.mask_embedding is not None
     model.mask_embedding.data.add_(1.0)
     assert torch.equal(base.embed_tokens.weight, tiny_decoder().embed_tokens.weight)
 
@@ -203,7 +205,7 @@ def test_the_config_is_written_and_read_back(tmp_path):
         ("[1]", "format must be 'dllm-adapter-1': got 'list'"),
         ('{"format": "other"}', "format must be 'dllm-adapter-1': got 'other'"),
         ('{"format": "dllm-adapter-1", "rank": 3}', "missing"),
-        (json.dumps({**asdict(AdapterConfig("b", "f", 1, 1.0, {})), "strange": 1}), "strange"),
+        (json.dumps({**asdict(AdapterConfig("b", {}, 1, 1.0, {})), "strange": 1}), "strange"),
     ],
 )
 def test_a_damaged_config_is_named(tmp_path, text, message):

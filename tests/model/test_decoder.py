@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from dllm.model.decoder import Attention, Decoder, DecoderConfig, grouped_mask, 
 from dllm.types import Attend
 from tests.tiny import MASK, tiny_decoder
 
-SHAPE = dict(
+SHAPE: dict[str, Any] = dict(
     vocab_size=67,
     hidden_size=32,
     intermediate_size=40,
@@ -86,14 +87,14 @@ def test_taps_are_the_outputs_of_the_layers_that_transformers_calls_hidden_state
 
 @pytest.fixture(params=["gqa", "one-kv-head", "qk-norm-and-bias", "partial-rotary"])
 def decoder(request):
-    changes = {
+    variants: dict[str, dict[str, Any]] = {
         "gqa": {},
         "one-kv-head": dict(num_kv_heads=1),
         "qk-norm-and-bias": dict(qk_norm=True, qkv_bias=True, output_bias=True, mlp_bias=True),
         "partial-rotary": dict(rotary_dim=4),
-    }[request.param]
+    }
     torch.manual_seed(3)
-    model = Decoder(replace(tiny_decoder().config, **changes)).eval().requires_grad_(False)
+    model = Decoder(replace(tiny_decoder().config, **variants[request.param])).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.normal_(0, 0.4)
     return model

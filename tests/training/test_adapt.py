@@ -89,7 +89,7 @@ def test_the_saved_adapter_folds_into_its_base_and_says_how_to_decode(toy, tmp_p
     assert not torch.equal(model.state_dict()[name], base.state_dict()[name])
     full = adapt(config_for(toy, tmp_path / "b", steps=1, attention="bidirectional"))
     spec = DecodeSpec(**AdapterConfig.load(full.folder).spec)
-    assert (spec.attention, spec.infill, spec.default_cache) == ("bidirectional", "canvas", "dual")
+    assert (spec.attention, spec.infill, spec.default_cache) == ("bidirectional", "canvas", "none")
 
 
 def test_training_goes_on_from_a_saved_adapter(toy, tmp_path: Path) -> None:
