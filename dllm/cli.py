@@ -258,7 +258,7 @@ def show_live(console: Console, events: Any) -> tuple[str, int]:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the replay page goes.")] = Path("dllm-demo.html"),
-    max_new_tokens: MaxNewTokens = 64,
+    max_new_tokens: MaxNewTokens = 48,
 ) -> None:
     """Three answers and two filled gaps on the shipped models, a cost table, and a page that replays the denoising."""
     with _plain_errors():
@@ -285,7 +285,9 @@ def train_drafter(context: typer.Context) -> None:
     _delegate(command, "dllm train-drafter", context.args)
 
 
-@app.command(context_settings=_DELEGATED, help="Write a drafter as the folder that vLLM or SGLang loads, with its launch line.")
+@app.command(
+    context_settings=_DELEGATED, help="Write a drafter as the folder that vLLM or SGLang loads, with its launch line."
+)
 def export(context: typer.Context) -> None:
     from dllm.bridge.engines import command
 

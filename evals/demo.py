@@ -45,6 +45,9 @@ INFILL_TEMPLATE = (
     "From that day on the fox and the old badger were friends."
 )
 
+GAPS = {"first": 14, "second": 14}
+"""Tokens of each gap."""
+
 
 def demo_prompts() -> list[str]:
     """First turns of the first three MT-Bench questions."""
@@ -123,7 +126,7 @@ def run_demo(out: Path, max_new_tokens: int, console: Console) -> list[Measureme
 
 def _infill(console: Console, name: str, lm: DiffusionLM) -> ReplayRun:
     """Two gaps filled at once, given text untouched."""
-    fill = lm.infill(template=INFILL_TEMPLATE, output_history=True)
+    fill = lm.infill(template=INFILL_TEMPLATE, gaps=GAPS, output_history=True)
     text = Text()
     parts = INFILL_TEMPLATE.replace("{{second}}", "{{first}}").split("{{first}}")
     for part, span in zip(parts, [*fill.fills[0], ""], strict=True):

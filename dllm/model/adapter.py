@@ -71,7 +71,9 @@ def fingerprint(decoder: Decoder) -> dict[str, Any]:
     names = sorted(f"{name}{tuple(value.shape)}" for name, value in parameters.items())
     embedding, norm = decoder.embed_tokens.weight, decoder.norm.weight
     samples = [embedding.diagonal()[:32], norm[:: max(1, norm.numel() // 16)][:16]]
-    samples += [value.flatten()[value.numel() // 2][None] for name, value in parameters.items() if name.startswith("layers.")]
+    samples += [
+        value.flatten()[value.numel() // 2][None] for name, value in parameters.items() if name.startswith("layers.")
+    ]
     values = torch.cat([sample.detach().float().cpu() for sample in samples])
     return {
         "shapes": hashlib.sha256("".join(names).encode()).hexdigest()[:16],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def prompt(length=P):
 
 def watch(cache, attention="bidirectional", shift=0, length=P, sampler="threshold", gen=G, **changes):
     """The forwards of one greedy row, one token a step."""
-    options = {"threshold": 2.0} if sampler == "threshold" else {}
+    options: dict[str, Any] = {"threshold": 2.0} if sampler == "threshold" else {}
     lm, spy = tiny_lm(attention, eos_token_ids=(), logits_shift=shift, **changes), Spy(cache)
     out = lm.generate(input_ids=[prompt(length)], max_new_tokens=gen, cache=spy, sampler=sampler, **options)
     return spy.forwards, out.sequences[0].tolist()
@@ -96,7 +97,7 @@ def test_sliding_reads_a_given_suffix_as_the_first_forward_left_it():
 @pytest.mark.parametrize("shift", [0, 1])
 def test_delayed_freezes_a_row_only_after_it_was_computed_from_its_token(shift):
     forwards, _ = watch(DelayedCache(None), shift=shift)
-    seen = set()
+    seen: set[int] = set()
     for i, forward in enumerate(forwards):
         masks = {j for j in range(TOTAL) if forward.masked[0, j]}
         assert not masks & set(forward.written[0]), "a frozen row was computed from a mask"
@@ -189,8 +190,8 @@ def test_sub_blocks_need_block_causal_attention(cache):
         lambda: PrefixCache(True),
         lambda: SlidingCache(0),
         lambda: VicinityCache(before=-1),
-        lambda: VicinityCache(warmup_steps=1.5),
-        lambda: DelayedCache("8"),
+        lambda: VicinityCache(warmup_steps=1.5),  # type: ignore[arg-type]
+        lambda: DelayedCache("8"),  # type: ignore[arg-type]
         lambda: SubBlockCache(0),
     ],
 )

@@ -14,7 +14,8 @@ OTHER = torch.tensor([0.0, 4.0, 0.0])
 
 def walk(sampler, laws, masked=None, start=0):
     """Commits of the steps whose logits [S, V] are given, one row."""
-    history, chosen, before = {}, [], torch.zeros_like(laws[0])
+    history: dict[str, torch.Tensor] = {}
+    chosen, before = [], torch.zeros_like(laws[0])
     for i, logits in enumerate(laws):
         rows = row_stats(logits[None], EVERYTHING, previous=before[None])
         mask = torch.ones(1, logits.shape[0], dtype=torch.bool) if masked is None else masked
@@ -36,7 +37,7 @@ def test_a_sure_slot_that_still_moves_is_not_committed_by_the_rule():
 
 
 def test_a_new_block_forgets_the_last_one_and_may_be_wider():
-    history = {}
+    history: dict[str, torch.Tensor] = {}
     for step, width in ((1, 2), (2, 2), (0, 3), (1, 3)):
         rows = row_stats(SURE.expand(1, width, -1), EVERYTHING, previous=SURE.expand(1, width, -1))
         chosen = call(Klass(0.5, 0.01, n=2), rows, torch.ones(1, width, dtype=torch.bool), step, history=history)

@@ -25,7 +25,6 @@ from dllm.samplers.sequential import Sequential
 from dllm.samplers.static import Static
 from dllm.samplers.sub_block import SubBlock
 from dllm.samplers.threshold import Threshold
-from dllm.samplers.token_editing import TokenEditing
 from tests.samplers.situations import call, confidences, laws, surest
 
 NEUTRAL = [
@@ -39,7 +38,6 @@ NEUTRAL = [
     Static(1),
     Dynamic(1.5),
     SubBlock(1.5, sub_block_length=64),
-    TokenEditing(1.5, editing_threshold=1.5),
 ]
 
 
@@ -183,16 +181,15 @@ def test_a_sub_block_is_finished_before_the_next_one_is_touched():
         lambda: Margin(True),
         lambda: Entropy(1, -0.1),
         lambda: Factor(-1.0),
-        lambda: Factor(1.0, compat=1),
+        lambda: Factor(1.0, compat=1),  # type: ignore[arg-type]
         lambda: Frechet(float("nan")),
-        lambda: EntropyBound("0.1"),
-        lambda: EntropyBound(0.1, by_confidence=1),
+        lambda: EntropyBound("0.1"),  # type: ignore[arg-type]
+        lambda: EntropyBound(0.1, by_confidence=1),  # type: ignore[arg-type]
         lambda: Klass(n=0),
         lambda: Klass(max_kl=-1),
         lambda: MaskgitPlus(alg_temp=-1),
         lambda: Dynamic(-1),
         lambda: SubBlock(0.9, 0),
-        lambda: TokenEditing(max_post_steps=-1),
     ],
 )
 def test_a_bad_number_raises(make):
