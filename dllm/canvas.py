@@ -56,6 +56,24 @@ def generation_canvas(
     return _assemble(rows, spec, device, rank=False)
 
 
+def pin(canvas: Canvas, masked: Sequence[Sequence[bool]], spec: DecodeSpec) -> Canvas:
+    """Open the slots masked[b] of each row's prompt too; the given tokens after the first of them stay. Mutates the canvas.
+
+    The row's one gap then begins at its first masked slot. Raises ValueError for a model whose attention is not bidirectional, where
+    the order of blocks would hide what follows a slot.
+    """
+    if spec.attention != "bidirectional":
+        raise ValueError(f"masked needs bidirectional attention: got {spec.attention}; use infill")
+    for b, flags in enumerate(masked):
+        if not any(flags):
+            continue
+        first = list(flags).index(True)
+        _anchor(first, spec, rank=False, row_index=b)
+        canvas.masked[b, : len(flags)] |= torch.tensor(list(flags), dtype=torch.bool, device=canvas.masked.device)
+        canvas.regions[b], canvas.anchors[b] = [(first, int(canvas.valid[b].sum()))], [first]
+    return canvas
+
+
 def infill_canvas(
     parts: Sequence[Sequence[Sequence[int]]],
     gaps: Sequence[Sequence[int]],

@@ -43,7 +43,10 @@ class GenerationConfig:
     temperature 0 is greedy. seed: an int (row i gets seed + i), or one a row of the output, of which there are num_return_sequences for
     each prompt. callback_on_step_end(lm, step, step, kwargs): called after each step with canvas, masked [B', L], transfer_index
     [B', S] and rows, the loop's own tensors of the rows still running. streamer: transformers' put(ids) and end(), one row; it gets
-    the prompt, then new tokens in text order as they become final. options: numbers of the chosen sampler and cache (``threshold``,
+    the prompt, then new tokens in text order as they become final. resize: a ``dllm.resize.Resize``, by which masked slots may grow and
+    shrink (DreamOn). cfg_scale s > 0: classifier-free guidance, l_u + (s + 1) (l_c - l_u), where l_u are the logits with all given
+    tokens masked; every forward then holds each row twice. logits_processor(logits [B', S, V], slots [B', S]) -> logits: applied
+    before everything that looks at the law, confidence included. options: numbers of the chosen sampler and cache (``threshold``,
     ``freeze_delay``, ...), checked against the chosen objects.
     """
 
@@ -63,6 +66,9 @@ class GenerationConfig:
     num_return_sequences: int = 1
     stop_strings: str | Sequence[str] | None = None
     eos_token_id: int | Sequence[int] | None = None
+    resize: Any = None
+    cfg_scale: float = 0.0
+    logits_processor: Callable[..., Any] | None = None
     streamer: Any = None
     callback_on_step_end: Callable[..., Any] | None = None
     output_history: bool = False
@@ -104,6 +110,11 @@ class GenerationConfig:
             raise ValueError("seed and noise must not both be given")
         if self.noise is not None and not callable(getattr(self.noise, "uniform", None)):
             raise TypeError(f"noise must have uniform(positions, step, stream): got {self.noise!r}")
+        _number("cfg_scale", self.cfg_scale, 0.0, None)
+        if self.resize is not None and not callable(getattr(self.resize, "widen", None)):
+            raise TypeError(f"resize must be a dllm.resize.Resize: got {self.resize!r}")
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise TypeError(f"logits_processor must be callable: got {self.logits_processor!r}")
         if self.streamer is not None and not all(callable(getattr(self.streamer, m, None)) for m in ("put", "end")):
             raise TypeError(f"streamer must have put(ids) and end(), as transformers' streamers: got {self.streamer!r}")
         if self.callback_on_step_end is not None and not callable(self.callback_on_step_end):

@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm.cache.block import storing
+from dllm.denoise_state import banned_tokens, check_request, check_step, first_slot, remember, settle
 from dllm.kernels.row_stats import row_stats
 from dllm.model.kv_store import KVStore
 from dllm.noise import STREAM_TOKEN
-from dllm.output import HistoryFrame, Stats
+from dllm.output import Stats
 from dllm.request import DenoiseRequest, DenoiseResult, StepView
+from dllm.resize import Resizer
 from dllm.samplers.low_confidence import UNLIMITED
 from dllm.samplers.processors import process_logits
+from dllm.shadow import Shadow
 from dllm.types import PADDING_GROUP, Attend, Plan, RowState, RowStats
+from dllm.uniform_corruption import UniformCorruption, spread
 from dllm.walk import BlockWalk, RowWalk
-
-READABLE = frozenset({"top1", "entropy", "margin", "logits", "previous"})
-"""What the loop can put into ``RowStats`` for a sampler's ``needs``."""
 
 
 class DenoiseLoop:
@@ -36,15 +38,27 @@ class DenoiseLoop:
         self.model, self.request, self.spec = model, request, request.spec
         batch, width = request.canvas.ids.shape
         self.device = request.canvas.ids.device
-        self._check_request(batch)
+        check_request(model, request, batch)
         self.walk = BlockWalk(request.canvas, request.spec, request.block_length)
         self.state = self.walk.state
         self.final = list(self.walk.rows)
         self.results: list[list[int]] = [row.tolist() for row in request.canvas.ids]
         self.columns = torch.arange(width, device=self.device)
+        # Guidance runs every row a second time, with its given tokens masked.
+        self.copies = 2 if request.cfg_scale > 0 else 1
+        self.given = request.canvas.valid & ~request.canvas.masked
         uses_store = request.cache.uses_store and width > 0
-        self.store: KVStore | None = model.new_store(batch, width) if uses_store else None
+        self.store: KVStore | None = model.new_store(self.copies * batch, width) if uses_store else None
         self.hidden: Tensor | None = None
+        self.corruption = None
+        if hasattr(model, "soft_embed"):
+            self.corruption = UniformCorruption(model, request.spec, batch, width, self.device)
+        self.resizer = None if request.resize is None else Resizer(request.resize, request.canvas, self.spec)
+        self.revise = getattr(request.sampler, "revise", None)
+        self.shadow = Shadow(model, self.walk) if getattr(request.sampler, "shadow", False) else None
+        # Some published schedules commit nothing in a step and still end.
+        self.may_wait = getattr(request.sampler, "may_wait", False)
+        self.post_steps = torch.zeros(batch, dtype=torch.int64, device=self.device)
         self.previous: Tensor | None = None
         self.sampler_history: dict[str, Tensor] = {}
         self.noise = request.noise
@@ -72,14 +86,17 @@ class DenoiseLoop:
         """Denoise until every row is done; yields after each step that decoded something."""
         while self.rows:
             plan = _trim(self.request.cache.plan(self.state))
+            if self.corruption is not None:
+                self.corruption.seed(self.walk, self.noise)
+            first_only = storing(self.state) if plan.first_only is None else plan.first_only
             if self._forward(plan):
-                yield self._decode(plan.decode)
+                yield self._decode(plan.decode, first_only)
                 self._drop_finished()
 
     def result(self) -> DenoiseResult:
         """The outcome, once ``run`` is exhausted."""
         self.stats.decode_s = self._now() - self.started - self.stats.prefill_s
-        self.stats.useful_tokens = sum(row.useful for row in self.final)
+        self.stats.useful_tokens = sum(row.stats.useful_tokens for row in self.final)
         return DenoiseResult(
             canvas=self.results,
             useful=[row.useful for row in self.final],
@@ -91,40 +108,41 @@ class DenoiseLoop:
             history=[row.history for row in self.final] if self.request.want_history else None,
         )
 
-    def _check_request(self, batch: int) -> None:
-        request = self.request
-        longest = int(request.canvas.lengths.max())
-        if longest > self.spec.max_positions:
-            raise ValueError(f"prompt and generation must fit in {self.spec.max_positions} positions: got {longest}")
-        request.cache.check(self.spec)
-        unknown = set(request.sampler.needs) - READABLE
-        if unknown:
-            raise ValueError(f"sampler needs must be among {sorted(READABLE)}: got {sorted(unknown)}")
-        if batch > 1 and not callable(getattr(request.noise, "select", None)):
-            name = type(request.noise).__name__
-            raise TypeError(f"noise must have select(keep) for a batch of {batch}: {name} has none")
-
     def _drop_finished(self) -> None:
         """Take finished rows out of the batch, so that they are neither computed nor written."""
         if not any(row.done for row in self.rows):
             return
-        now = self._now() - self.started
+        now, batch = self._now() - self.started, len(self.rows)
         for b, row in enumerate(self.rows):
             if row.done:
                 self.results[row.index] = self.state.canvas[b].tolist()
                 self.final_log_confidence[row.index] = float(self.log_confidence[b])
-                row.stats.useful_tokens = row.useful
+                # Pinned tokens are part of the text, but nobody generated them.
+                pinned = self.given[b, row.begin : row.begin + row.useful].sum() if len(row.regions) == 1 else 0
+                row.stats.useful_tokens = row.useful - int(pinned)
                 row.stats.prefill_s = self.stats.prefill_s
                 row.stats.decode_s = max(now - self.stats.prefill_s, 0.0)
         keep = self.walk.keep([b for b, row in enumerate(self.rows) if not row.done])
         if not self.rows:
             return
-        self.store = self.store.select(keep) if self.store is not None else None
-        for name in ("hidden", "previous", "closed_slots", "decode_steps", "limit", "log_confidence"):
+        again = torch.cat([keep + i * batch for i in range(self.copies)])
+        self.store = self.store.select(again) if self.store is not None else None
+        self.hidden = None if self.hidden is None else self.hidden[again]
+        for name in (
+            "previous",
+            "closed_slots",
+            "decode_steps",
+            "limit",
+            "log_confidence",
+            "given",
+            "post_steps",
+        ):
             value = getattr(self, name)
             setattr(self, name, None if value is None else value[keep])
         self.sampler_history = {name: value[keep] for name, value in self.sampler_history.items()}
         self.noise = self.noise.select(keep)
+        if self.corruption is not None:
+            self.corruption.select(keep)
 
     @torch.no_grad()
     def _forward(self, plan: Plan) -> bool:
@@ -134,7 +152,7 @@ class DenoiseLoop:
         rows = plan.rows.clamp(max=width - 1)
         # Padding rows go to the bin column at the end.
         target = torch.where(plan.valid, rows, width)
-        group, low = state.group.gather(1, rows), state.low.gather(1, rows)
+        group, low, valid = state.group.gather(1, rows), state.low.gather(1, rows), plan.valid
         key_group = None
         if self.store is not None:
             recomputed = torch.zeros_like(self.walk.wide["stored"]).scatter_(1, target, True)[:, :-1]
@@ -144,23 +162,30 @@ class DenoiseLoop:
             ends = readable.any(0).nonzero()
             self.store.extent = int(ends[-1]) + 1 if len(ends) else 0
             key_group = torch.where(readable, state.group, PADDING_GROUP)[:, : self.store.extent]
-        attend = Attend.by_group(group, low, plan.valid, key_group)
-        embeds = self.model.embed(state.canvas.gather(1, rows), state.masked.gather(1, rows), self.spec.mask_token_id)
-        hidden = self.model(
-            None,
-            state.position.gather(1, rows),
-            self.store,
-            attend,
-            embeds=embeds,
-            rows=rows,
-            write=plan.write if self.store is not None else None,
-        )
+        ids, masked, positions = (x.gather(1, rows) for x in (state.canvas, state.masked, state.position))
+        extra = {} if self.corruption is None else self.corruption.extra(target, masked)
+        write, places = plan.write if self.store is not None else None, target
+        if self.copies > 1:
+            masked = torch.cat([masked, masked | self.given.gather(1, rows)])
+            ids, positions, group, low, valid, rows, places = (
+                x.repeat(2, 1) for x in (ids, positions, group, low, valid, rows, places)
+            )
+            key_group = None if key_group is None else key_group.repeat(2, 1)
+            write = None if write is None else write.repeat(2, 1)
+        attend = Attend.by_group(group, low, valid, key_group)
+        embeds = self.model.embed(ids, masked, self.spec.mask_token_id)
+        queries = rows.shape[1]
+        if self.shadow is not None:
+            rows, attend, embeds, positions, write = self.shadow.extend(plan, rows, attend, embeds, positions, write)
+        hidden = self.model(None, positions, self.store, attend, embeds=embeds, rows=rows, write=write, **extra)
+        if self.shadow is not None:
+            hidden = self.shadow.split(hidden, queries)
         if self.hidden is None:
-            self.hidden = hidden.new_zeros(state.canvas.shape[0], width + 1, hidden.shape[-1])
-        self.hidden.scatter_(1, target[..., None].expand_as(hidden), hidden)
+            self.hidden = hidden.new_zeros(hidden.shape[0], width + 1, hidden.shape[-1])
+        self.hidden.scatter_(1, spread(places, hidden), hidden)
         if self.store is not None:
-            self.walk.wide["stored"].scatter_(1, torch.where(plan.write, rows, width), True)
-        computed = plan.valid.sum(-1)
+            self.walk.wide["stored"].scatter_(1, torch.where(plan.write, target, width), True)
+        computed = plan.valid.sum(-1) + (0 if self.shadow is None else self.shadow.counts)
         state.forwards = state.forwards + (computed > 0)
         state.first_forward = False
         counts, decoded = torch.stack([computed, plan.decode.long()]).tolist()
@@ -174,28 +199,38 @@ class DenoiseLoop:
         return any(decoded)
 
     @torch.no_grad()
-    def _decode(self, decode: Tensor) -> StepView:
-        """Laws of the open blocks, the sampler's decision, the commit, stops and block ends."""
+    def _decode(self, decode: Tensor, first_only: Tensor) -> StepView:
+        """Laws of the open blocks, the sampler's decision, the commit, revisions, stops and block ends."""
         state, request = self.state, self.request
-        assert self.hidden is not None, "decode before the first forward"
         width = state.canvas.shape[1]
         slots = state.lo[:, None] + self.columns[: max(row.hi - row.lo for row in self.rows)]
         inside = slots < state.hi[:, None]
         slots = slots.clamp(max=width - 1)
         source = (slots - state.shift).clamp(min=0)
-        logits = self.model.head(self.hidden.gather(1, source[..., None].expand(-1, -1, self.hidden.shape[-1])))
+        logits = self._logits(source, slots)
         canvas, masked = state.canvas.gather(1, slots), state.masked.gather(1, slots) & inside
         banned = self._banned(slots)
         laws = self._laws(logits, slots, banned)
         # Nothing is committed after a stop token; what is masked before it still is.
-        stop = self._first_stop(canvas, inside & ~masked, slots)
+        # A given token inside the block (a pinned canvas) is no stop, nor is it ever revised.
+        given = self.given.gather(1, slots)
+        stop = self._first_stop(canvas, inside & ~masked & ~given, slots)
         offered = masked & (slots < stop[:, None]) & decode[:, None]
+        if self.revise is not None:
+            # A stop token may yet be revised.
+            offered = masked & decode[:, None]
+            self.post_steps = (self.post_steps + (decode & ~masked.any(1))) * (state.step > 0)
+        offered = offered & ~(first_only[:, None] & (slots != state.lo[:, None]))
         row_state = RowState(
             step=state.step,
             steps=self.limit,
             masks_at_start=state.hi - state.lo,
             slots=slots,
             history=self.sampler_history,
+            block_start=state.row_lo,
+            block_length=state.hi - state.row_lo,
+            post_steps=self.post_steps,
+            banned=banned,
         )
         choice = request.sampler.step(self._ranked(laws, slots), canvas, offered, row_state, self.noise)
         if choice.transfer_index.shape != offered.shape:
@@ -206,32 +241,51 @@ class DenoiseLoop:
         if request.max_denoising_steps is not None:
             # The last step that the limit allows takes whatever is left.
             transfer = transfer | ((state.step + 1 >= self.limit)[:, None] & offered)
+        transfer = transfer | (first_only[:, None] & offered)
         tokens = torch.where(transfer, choice.tokens, canvas)
         self.log_confidence += torch.where(transfer, laws.confidence.clamp(min=1e-30).log(), 0.0).sum(1)
+        settled = torch.ones_like(decode)
+        if self.revise is not None:
+            own = inside & ~masked & ~given & decode[:, None]
+            judged = laws if self.shadow is None else self.shadow.laws(canvas)
+            revision = self.revise(judged, canvas, own, row_state, self.noise)
+            edit, remask = revision.edit & own, revision.remask & own
+            tokens = torch.where(edit, revision.tokens, tokens)
+            settled = revision.settled
+            self.walk.wide["masked"].scatter_(1, torch.where(remask, slots, width), True)
+            transfer = (transfer | edit) & ~remask
         target = torch.where(transfer, slots, width)
         self.walk.wide["canvas"].scatter_(1, target, tokens)
         self.walk.wide["masked"].scatter_(1, target, False)
+        if self.corruption is not None:
+            self.corruption.renoise(self.walk, choice, masked & ~transfer & decode[:, None], slots)
         state.prev_lo = torch.where(decode, state.row_lo, state.prev_lo)
         state.step = state.step + decode
         self.decode_steps = self.decode_steps + decode
         self.num_steps += 1
 
         # One transfer to the host a step: faults, then where each row stands.
-        masked = masked & ~transfer
+        masked = state.masked.gather(1, slots) & inside
         assert laws.log_total is not None, "row_stats must give log_total"
         columns = torch.stack(
             [
                 decode,
                 (~laws.log_total.isfinite() & inside).any(1) & decode,
-                (_banned_tokens(banned, tokens) & transfer).any(1),
-                offered.any(1) & ~transfer.any(1) & (self.limit >= UNLIMITED),
-                torch.minimum(_first(masked, slots, width), state.hi),
-                self._first_stop(tokens, inside & ~masked, slots),
+                (banned_tokens(banned, tokens) & transfer).any(1),
+                offered.any(1) & ~transfer.any(1) & (self.limit >= UNLIMITED) & (not self.may_wait),
+                torch.minimum(first_slot(masked, slots, width), state.hi),
+                self._first_stop(tokens, inside & ~masked & ~given, slots),
+                settled,
             ]
         )
-        decoded, broken, illegal, idle, edge, stopped = columns.tolist()
-        self._check(broken, illegal, idle)
-        frontier, full = self._settle(decoded, edge, stopped)
+        decoded, broken, illegal, idle, edge, stopped, calm = columns.tolist()
+        check_step(self.rows, request.sampler, self.decode_steps, broken, illegal, idle)
+        moves = {} if self.resizer is None else self.resizer.pending(tokens, transfer, slots)
+        ready = [d and b not in moves for b, d in enumerate(decoded)]
+        if self.revise is not None:
+            # A block that may still be revised is neither full nor at an end.
+            ready = [d and c and e == row.hi for d, c, e, row in zip(decoded, calm, edge, self.rows, strict=True)]
+        frontier, full = settle(self.walk, ready, edge, stopped, request.find_stop)
         view = StepView(
             step=self.num_steps,
             rows=[row.index for row in self.rows],
@@ -245,10 +299,32 @@ class DenoiseLoop:
             transfer_index=transfer,
         )
         if request.want_history:
-            self._remember(view, decoded)
+            remember(self.walk, view, decoded, self.decode_steps)
         for b in full:
             self.walk.advance(b)
+        for b, move in moves.items():
+            assert self.resizer is not None, "only a resizer moves slots"
+            self.resizer.apply(self.walk, self.given, b, move)
         return view
+
+    def _logits(self, source: Tensor, slots: Tensor) -> Tensor:
+        """Logits [B, S, V] of the rows source [B, S], guided and processed; slots [B, S] are what they predict."""
+        assert self.hidden is not None, "decode before the first forward"
+        source = source.repeat(self.copies, 1)
+        logits = self.model.head(self.hidden.gather(1, spread(source, self.hidden)))
+        if self.copies > 1:
+            conditional, unconditional = logits.chunk(2)
+            logits = unconditional + (self.request.cfg_scale + 1) * (conditional - unconditional)
+        if self.resizer is not None:
+            logits = self.resizer.bar(logits, self.walk)
+        processor = self.request.logits_processor
+        if processor is None:
+            return logits
+        processed = processor(logits, slots)
+        if not isinstance(processed, Tensor) or processed.shape != logits.shape:
+            shape = tuple(getattr(processed, "shape", ()))
+            raise ValueError(f"logits_processor must return logits of shape {tuple(logits.shape)}: got {shape}")
+        return processed
 
     def _banned(self, slots: Tensor) -> Tensor:
         """Ids that may not be committed: bool [V], or [B, S, V] where slots differ."""
@@ -296,72 +372,7 @@ class DenoiseLoop:
     def _first_stop(self, tokens: Tensor, committed: Tensor, slots: Tensor) -> Tensor:
         """First slot with a committed stop token, [B]; the canvas width where there is none."""
         stop = (tokens[..., None] == self.eos).any(-1) & committed
-        return _first(stop, slots, self.state.canvas.shape[1])
-
-    def _check(self, broken: list[int], illegal: list[int], idle: list[int]) -> None:
-        """Raise for the first row at fault; steps are counted from 1, as everywhere that a user sees them."""
-        if not (any(broken) or any(illegal) or any(idle)):
-            return
-        sampler = f"sampler {type(self.request.sampler).__name__}"
-        for b, row in enumerate(self.rows):
-            where = f"row {row.index}, step {int(self.decode_steps[b])}"
-            if broken[b]:
-                raise ValueError(f"logits must be finite: got NaN or infinity in {where}")
-            if illegal[b]:
-                raise ValueError(f"{sampler} committed a mask or banned token in {where}")
-            if idle[b]:
-                raise RuntimeError(f"{sampler} committed nothing in {where}: the loop would not end")
-
-    def _settle(self, decoded: list[int], edge: list[int], stopped: list[int]) -> tuple[list[int], list[int]]:
-        """Finish rows that stop: (the frontier of each row, the rows whose block is full).
-
-        edge: first masked slot of each open block, or its end; stopped: first stop token of each, or the canvas width.
-        """
-        frontier, full = list(edge), []
-        for b, row in enumerate(self.rows):
-            if not decoded[b]:
-                continue
-            stop = self._text_stop(b, min(edge[b], stopped[b]))
-            if stop is None and stopped[b] < edge[b]:
-                stop = stopped[b]
-            if stop is not None:
-                self.walk.finish(b, "stop", stop)
-                frontier[b] = stop
-            elif edge[b] == row.hi:
-                full.append(b)
-        return frontier, full
-
-    def _text_stop(self, b: int, final: int) -> int | None:
-        """Slot at which a stop string cuts row b's text before slot ``final``, or None."""
-        if self.request.find_stop is None:
-            return None
-        begin = self.rows[b].begin
-        found = self.request.find_stop(self.state.canvas[b, begin:final].tolist())
-        if found is None:
-            return None
-        self.rows[b].stop_text = found[1]
-        return begin + found[0]
-
-    def _remember(self, view: StepView, decoded: list[int]) -> None:
-        width = view.canvas.shape[1]
-        new = torch.zeros_like(self.walk.wide["masked"]).scatter_(
-            1, torch.where(view.transfer_index, view.slots, width), True
-        )
-        guess = self.walk.wide["canvas"].scatter(1, torch.where(view.inside, view.slots, width), view.provisional)
-        for b, row in enumerate(self.rows):
-            if not decoded[b]:
-                continue
-            begin, end = row.begin, row.end
-            row.history.append(
-                HistoryFrame(
-                    step=int(self.decode_steps[b]),
-                    nfe=row.stats.nfe,
-                    token_ids=view.canvas[b, begin:end].tolist(),
-                    masked=view.masked[b, begin:end].tolist(),
-                    new=new[b, begin:end].tolist(),
-                    provisional_ids=guess[b, begin:end].tolist(),
-                )
-            )
+        return first_slot(stop, slots, self.state.canvas.shape[1])
 
     def _now(self) -> float:
         if self.device.type == "cuda":
@@ -375,16 +386,6 @@ def _trim(plan: Plan) -> Plan:
     assert len(columns), "a cache must plan at least one row while a sequence is active"
     used = int(columns[-1]) + 1
     return replace(plan, rows=plan.rows[:, :used], valid=plan.valid[:, :used], write=plan.write[:, :used])
-
-
-def _first(flag: Tensor, slots: Tensor, none: int) -> Tensor:
-    """First of slots [B, S] where flag [B, S], int64 [B]; ``none`` where there is no such slot."""
-    return torch.where(flag, slots, none).amin(1)
-
-
-def _banned_tokens(banned: Tensor, tokens: Tensor) -> Tensor:
-    """Whether tokens [B, S] are banned; banned [V] or [B, S, V] -> bool [B, S]."""
-    return banned[tokens] if banned.dim() == 1 else banned.gather(-1, tokens[..., None])[..., 0]
 
 
 def denoise(model: Any, request: DenoiseRequest) -> DenoiseResult:

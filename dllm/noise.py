@@ -25,6 +25,8 @@ STREAM_ACCEPT = 2
 """Uniforms of acceptance tests."""
 STREAM_RESIDUAL = 3
 """Uniforms that draw from residual laws."""
+STREAM_CANVAS = 4
+"""Uniforms that put random tokens into open slots (uniform corruption)."""
 
 
 def _mul32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

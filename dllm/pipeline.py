@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm.canvas import Canvas, generation_canvas
+from dllm.canvas import Canvas, generation_canvas, pin
 from dllm.config import GenerationConfig
 from dllm.denoise import DenoiseLoop, DenoiseRequest, DenoiseResult, StepView
 from dllm.families.loading import load_checkpoint, override_spec
 from dllm.infill import infill as run_infill
+from dllm.likelihood import loglikelihood
+from dllm.limits import steps_per_block, stop_finder
 from dllm.model.adapter import CONFIG_NAME, AdapterConfig, fold
 from dllm.model.weights import load_state
 from dllm.noise import CounterNoise
 from dllm.output import GenerationOutput, InfillOutput
-from dllm.prompts import encode_prompts
+from dllm.prompts import encode_prompts, masked_rows
 from dllm.registry import ASSETS, accepted_numbers, resolve_cache, resolve_sampler, shipped_models
-from dllm.streaming import StreamerFeed, StreamEvent, TextDelta, guessed_ids, tokens_within
+from dllm.streaming import StreamerFeed, StreamEvent, TextDelta, guessed_ids
 from dllm.target import load_tokenizer, target_folder
 from dllm.types import DecodeSpec
 
@@ -115,11 +117,15 @@ class DiffusionLM:
         messages: Sequence[Any] | None = None,
         input_ids: Any = None,
         attention_mask: Any = None,
+        masked: Any = None,
         use_chat_template: bool | str = "auto",
         generation_config: Any = None,
         **kwargs: Any,
     ) -> GenerationOutput:
         """Answer a prompt (str, list of str, chat messages, or ids with a mask).
+
+        masked [B, P] bool beside input_ids: slots of the prompt to fill as well (bidirectional models); the tokens around them are
+        pinned. The row's text then begins at its first masked slot.
 
         kwargs: fields of ``GenerationConfig`` (max_new_tokens=256, block_length, max_denoising_steps, sampler, cache="auto",
         temperature=0.0, seed, stop_strings, ...), their aliases, and the numbers of the chosen sampler and cache (threshold=0.9,
@@ -127,7 +133,19 @@ class DiffusionLM:
         """
         config = self._config(generation_config, kwargs)
         prompts = self._prompts(prompt, messages, input_ids, attention_mask, use_chat_template, config)
-        loop = DenoiseLoop(self.model, self._request(config, self._generation_canvas(prompts, config)))
+        canvas = self._generation_canvas(prompts, config)
+        if config.resize is not None and masked is None:
+            raise ValueError("resize needs masked, the slots that may grow: got it without")
+        if masked is not None:
+            flags = [
+                row
+                for row in masked_rows(masked, input_ids, attention_mask)
+                for _ in range(config.num_return_sequences)
+            ]
+            canvas = pin(canvas, flags, self.spec)
+            canvas = canvas if config.resize is None else config.resize.widen(canvas, self.spec)
+            prompts = [p[: row[0][0]] if row else p for p, row in zip(prompts, canvas.regions, strict=True)]
+        loop = DenoiseLoop(self.model, self._request(config, canvas))
         feed = None
         if config.streamer is not None:
             if len(prompts) > 1:
@@ -212,6 +230,16 @@ class DiffusionLM:
         """
         return run_infill(self, prefix, suffix, length, max_length, messages, template, gaps, kwargs)
 
+    def loglikelihood(
+        self, context: Any, continuation: Any, method: str = "mc", seed: int = 0, num_samples: int = 128
+    ) -> float:
+        """ln p(continuation | context) in nats; both are texts or lists of ids.
+
+        method "chain": exact for left-to-right decoding; "mc", "block": estimates of a lower bound with fixed seeds, see
+        ``dllm.likelihood``. Raises ValueError for another method, and for an empty context of a shifted model.
+        """
+        return loglikelihood(self, context, continuation, method, seed, num_samples)
+
     # From arguments to a request
 
     def _config(self, generation_config: Any, kwargs: Mapping[str, Any]) -> GenerationConfig:
@@ -270,8 +298,11 @@ class DiffusionLM:
         """
         options = dict(config.options)
         sampler_name = self.spec.default_sampler if config.sampler is None else config.sampler
+        shared = dict(options)
         sampler = resolve_sampler(sampler_name, options, {"threshold": self.spec.default_threshold})
-        cache = resolve_cache(self.spec.default_cache if config.cache == "auto" else config.cache, options)
+        # A number that both have (the length of sub-blocks) goes to both.
+        cache = resolve_cache(self.spec.default_cache if config.cache == "auto" else config.cache, shared)
+        options = {name: value for name, value in options.items() if name in shared}
         if options:
             raise TypeError(
                 f"unknown argument {sorted(options)[0]!r}; accepted: {sorted(GenerationConfig.__dataclass_fields__.keys() - {'options'})}, "
@@ -285,8 +316,11 @@ class DiffusionLM:
             noise = CounterNoise.for_rows(config.seed, canvas.ids.shape[0], self.device)
         length = self.spec.block_length if config.block_length is None else config.block_length
         banned = torch.zeros(self.spec.vocab_size, dtype=torch.bool)
-        eos = () if infill else self._eos(config)
+        # In a gap of changing length the eos means "delete".
+        eos = () if infill or config.resize is not None else self._eos(config)
         never = [self.spec.mask_token_id, self.spec.filler_token_id if windows is None else None]
+        if config.resize is None:
+            never.append(self.spec.expand_token_id)
         if infill:
             never += list(self.spec.eos_token_ids)
         for token in never:
@@ -312,48 +346,17 @@ class DiffusionLM:
             eos_token_ids=eos,
             closed_slots=closed_slots,
             closed_ids=closed_ids,
-            max_denoising_steps=self._steps_per_block(config, canvas, length),
+            max_denoising_steps=steps_per_block(config, canvas, length),
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,
-            find_stop=self._stop_finder(config.stops),
+            resize=config.resize,
+            cfg_scale=config.cfg_scale,
+            logits_processor=config.logits_processor,
+            find_stop=stop_finder(config.stops, self.tokenizer, self._decode),
             want_history=config.output_history,
         )
-
-    def _steps_per_block(self, config: GenerationConfig, canvas: Canvas, length: Any) -> int | list[int] | None:
-        if config.steps is None:
-            return config.max_denoising_steps
-        if not isinstance(length, int):
-            raise ValueError(
-                "steps (a total over all blocks) needs a fixed block_length: got a policy; use max_denoising_steps"
-            )
-        limits = []
-        for b, (regions, anchors) in enumerate(zip(canvas.regions, canvas.anchors, strict=True)):
-            blocks = sum(-(-(stop - anchor) // length) for (_, stop), anchor in zip(regions, anchors, strict=True))
-            if blocks and config.steps % blocks:
-                raise ValueError(
-                    f"steps must be a multiple of the number of blocks ({blocks} in row {b}): got {config.steps}; "
-                    "max_denoising_steps counts per block"
-                )
-            limits.append(config.steps // max(blocks, 1))
-        return limits
-
-    def _stop_finder(self, stops: tuple[str, ...]) -> Any:
-        if not stops:
-            return None
-        if self.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer and this model has none: use eos_token_id")
-
-        def find(ids: list[int]) -> tuple[int, str] | None:
-            text = self._decode(ids)
-            places = [at for at in (text.find(s) for s in stops) if at >= 0]
-            if not places:
-                return None
-            cut = text[: min(places)]
-            return tokens_within(ids, cut, self._decode), cut
-
-        return find
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -80,6 +80,18 @@ def _rows_of_ids(input_ids: Any, attention_mask: Any) -> list[list[int]]:
     return [row[keep.bool()].tolist() for row, keep in zip(ids, mask.to(ids.device), strict=True)]
 
 
+def masked_rows(masked: Any, input_ids: Any, attention_mask: Any) -> list[list[bool]]:
+    """masked [B, P] bool or 0 and 1, laid out as input_ids -> one list a row, padding left out."""
+    if input_ids is None:
+        raise ValueError("masked goes with input_ids: got it without")
+    ids, flags = torch.as_tensor(input_ids), torch.as_tensor(masked)
+    if flags.shape != ids.shape:
+        raise ValueError(f"masked must have the shape of input_ids {tuple(ids.shape)}: got {tuple(flags.shape)}")
+    if not bool(((flags == 0) | (flags == 1)).all()):
+        raise ValueError("masked must hold booleans, or 0 and 1 only")
+    return [[bool(flag) for flag in row] for row in _rows_of_ids(flags.long(), attention_mask)]
+
+
 def _from_messages(tokenizer: Any, messages: Sequence[Any]) -> list[list[int]]:
     if not messages:
         raise ValueError("messages must not be empty")

@@ -24,7 +24,15 @@ SAMPLERS: dict[str, str] = {
     "low_confidence_static": "dllm.samplers.static:Static",
     "low_confidence_dynamic": "dllm.samplers.dynamic:Dynamic",
     "sequential": "dllm.samplers.sequential:Sequential",
+    "confidence_threshold": "dllm.samplers.confidence_threshold:ConfidenceThreshold",
+    "first_hitting": "dllm.samplers.first_hitting:FirstHitting",
+    "ancestral": "dllm.samplers.ancestral:Ancestral",
+    "uniform_canvas": "dllm.samplers.uniform_canvas:UniformCanvas",
+    "block_refinement": "dllm.samplers.block_refinement:BlockRefinement",
+    "wino": "dllm.samplers.wino:Wino",
+    "end_last": "dllm.samplers.end_last:EndLast",
     "sub_block": "dllm.samplers.sub_block:SubBlock",
+    "token_editing": "dllm.samplers.token_editing:TokenEditing",
 }
 CACHES: dict[str, str] = {
     "none": "dllm.cache.none:NoCache",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dllm.canvas import Canvas
 from dllm.output import HistoryFrame, Stats
+from dllm.resize import Resize
 from dllm.types import BlockPolicy, DecodeSpec
 
 
@@ -18,7 +19,8 @@ class DenoiseRequest:
     """One call of the loop. Ids are int64, lengths tokens.
 
     banned: bool [V], ids that may never be committed; closed_ids may not be committed where closed_slots (bool [B, L]) either.
-    max_denoising_steps: steps per block, an int or one a row; None: no limit.
+    max_denoising_steps: steps per block, an int or one a row; None: no limit. cfg_scale, logits_processor, resize: as in
+    ``GenerationConfig``.
     """
 
     canvas: Canvas
@@ -36,6 +38,9 @@ class DenoiseRequest:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    resize: Resize | None = None
+    cfg_scale: float = 0.0
+    logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
     find_stop: Callable[[list[int]], tuple[int, str] | None] | None = None
     want_history: bool = False
 

@@ -48,6 +48,7 @@ class DecodeSpec:
     infill: "rank" = suffix before the gap in visibility, seeing only itself; "canvas" = everything sees everything.
     filler_token_id: token that closes a gap of unknown length inside a longer window; None if the model was not trained with one.
     document_start_id: token that stands before a text without a prefix; None where the model needs or knows none.
+    expand_token_id, delete_token_id: tokens that double or remove a mask (DreamOn), or None.
     """
 
     mask_token_id: int | None
@@ -63,6 +64,8 @@ class DecodeSpec:
     infill: Literal["rank", "canvas"] = "canvas"
     filler_token_id: int | None = None
     document_start_id: int | None = None
+    expand_token_id: int | None = None
+    delete_token_id: int | None = None
     default_sampler: str = "threshold"
     default_threshold: float = 0.9
     default_cache: str = "none"
@@ -205,7 +208,7 @@ class RowState:
     int64: masks when the block was opened; slots [B, S] int64: canvas positions of the slots; history: a free dict, kept across the
     steps of the call, for samplers that need more than the present. block_start, block_length [B] int64: first row of the open block
     and its rows, given tokens included (None: the same as its slots). post_steps [B] int64: for revisers, steps of the block that
-    began without a mask, the present one included.
+    began without a mask, the present one included. banned [V] or [B, S, V] bool: ids that may not be committed.
     """
 
     step: Tensor
@@ -216,6 +219,7 @@ class RowState:
     block_start: Tensor | None = None
     block_length: Tensor | None = None
     post_steps: Tensor | None = None
+    banned: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,12 @@ from pathlib import Path
 
 from dllm.evals.parity_case import Case
 
-GROUPS = ("dllm.evals.parity_drafters", "dllm.evals.parity_families")
+GROUPS = (
+    "dllm.evals.parity_drafters",
+    "dllm.evals.parity_families",
+    "dllm.evals.parity_traces",
+    "dllm.evals.parity_units",
+)
 """Modules whose ``FAMILIES`` are compared."""
 
 _FAILURES = (ArithmeticError, AssertionError, LookupError, OSError, RuntimeError, TypeError, ValueError)

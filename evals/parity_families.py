@@ -25,6 +25,14 @@ from dllm.pipeline import DiffusionLM
 from dllm.types import PADDING_GROUP, Attend, DecodeSpec, pack_bits
 
 
+def load_golden(folder: Path) -> DiffusionLM:
+    """The tiny model of a folder in fp32; ids that its config lacks come from unit.json."""
+    unit = json.loads((folder / "unit.json").read_text()) if (folder / "unit.json").is_file() else {}
+    ids = unit.get("special_ids", {})
+    overrides = {"mask_token_id": ids["mask"]} if "mask" in ids else {}
+    return DiffusionLM.from_pretrained(folder, dtype="float32", spec_overrides=overrides)
+
+
 @dataclass(frozen=True)
 class Golden:
     """A family folder in memory; tensors are named ``<case>.<field>``."""
@@ -37,13 +45,10 @@ class Golden:
 
     @classmethod
     def load(cls, folder: Path) -> Golden:
-        """Read a folder; ids that its config lacks come from unit.json, tolerances from the manifest beside it."""
-        unit = json.loads((folder / "unit.json").read_text()) if (folder / "unit.json").is_file() else {}
-        ids = unit.get("special_ids", {})
-        overrides = {"mask_token_id": ids["mask"]} if "mask" in ids else {}
+        """Read a folder; tolerances come from the manifest beside it."""
         atol, rtol = tolerance(folder)
         return cls(
-            lm=DiffusionLM.from_pretrained(folder, dtype="float32", spec_overrides=overrides),
+            lm=load_golden(folder),
             cases=json.loads((folder / "cases.json").read_text()),
             tensors=load_file(folder / "cases.safetensors"),
             atol=atol,

@@ -55,7 +55,7 @@ def test_the_models_default_number_holds_where_none_is_given():
         ({"cache": "paged"}, ValueError, "cache must be one of.*block.*got 'paged'"),
         ({"sampler": Threshold}, TypeError, "sampler must be one of"),
         ({"cache": 3}, TypeError, "cache must be one of"),
-        ({"cfg_scale": 1.0}, TypeError, "cfg_scale"),
+        ({"verifier": 1.0}, TypeError, "verifier"),
     ],
     ids=lambda v: str(v)[:40] if isinstance(v, dict) else None,
 )

@@ -285,7 +285,7 @@ def diffusion_gemma_spec(config: Mapping[str, Any]) -> DecodeSpec:
         first_slot="free",
         confidence="processed",
         block_origin="prompt",
-        default_sampler="entropy_bound",
+        default_sampler="uniform_canvas",
         default_cache="block",
     )
 

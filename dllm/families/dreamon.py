@@ -29,7 +29,12 @@ def delete_token_id(config: Mapping[str, Any]) -> int:
 
 def dreamon_spec(config: Mapping[str, Any]) -> DecodeSpec:
     """As Dream, but every slot is free; eos inside a gap means "delete", so that no single token closes a gap."""
-    return replace(dream_spec(config), first_slot="free")
+    return replace(
+        dream_spec(config),
+        first_slot="free",
+        expand_token_id=expand_token_id(config),
+        delete_token_id=delete_token_id(config),
+    )
 
 
 FAMILY = Family(

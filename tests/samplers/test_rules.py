@@ -25,6 +25,7 @@ from dllm.samplers.sequential import Sequential
 from dllm.samplers.static import Static
 from dllm.samplers.sub_block import SubBlock
 from dllm.samplers.threshold import Threshold
+from dllm.samplers.token_editing import TokenEditing
 from tests.samplers.situations import call, confidences, laws, surest
 
 NEUTRAL = [
@@ -38,6 +39,7 @@ NEUTRAL = [
     Static(1),
     Dynamic(1.5),
     SubBlock(1.5, sub_block_length=64),
+    TokenEditing(1.5, editing_threshold=1.5),
 ]
 
 
@@ -45,9 +47,11 @@ NEUTRAL = [
 @given(situation=laws())
 def test_every_row_with_a_mask_commits_and_only_masked_slots_are_committed(name, situation):
     rows, masked = situation
-    chosen = call(resolve_sampler(name, {}, {}), rows, masked)
+    sampler = resolve_sampler(name, {}, {})
+    chosen = call(sampler, rows, masked)
     assert not (chosen & ~masked).any()
-    assert torch.equal(chosen.any(-1), masked.any(-1))
+    # A published schedule may say zero, and then ends by itself.
+    assert getattr(sampler, "may_wait", False) or torch.equal(chosen.any(-1), masked.any(-1))
 
 
 @pytest.mark.parametrize("sampler", NEUTRAL, ids=lambda s: type(s).__name__)
@@ -190,6 +194,7 @@ def test_a_sub_block_is_finished_before_the_next_one_is_touched():
         lambda: MaskgitPlus(alg_temp=-1),
         lambda: Dynamic(-1),
         lambda: SubBlock(0.9, 0),
+        lambda: TokenEditing(max_post_steps=-1),
     ],
 )
 def test_a_bad_number_raises(make):
