@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +24,7 @@ from dllm.training.forward import TrainingForward, choose_kernel, slot_loss
 from dllm.training.layout import KIND_NAMES
 from dllm.training.packing import Batch
 from dllm.training.progress import Progress
+from dllm.training.stopping import stopping
 from dllm.types import DecodeSpec
 
 logger = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class Trainer:
         step, batch = 0, first
         sums = torch.zeros(len(KIND_NAMES), 4, device=device)
         loss_sum = torch.zeros((), device=device)
-        with _stopping(self.stop), progress:
+        with stopping(self.stop), progress:
             self._step(forward, batch, 0.0, warm=True)
             self.measure(forward, fixed, 0, 0.0)
             progress.begin()
@@ -211,21 +209,3 @@ def _words(measured: dict[str, dict[str, float]]) -> str:
 def _name(value: object) -> str:
     """Paths in a saved configuration are file names: folders say something about a machine only."""
     return value.name if isinstance(value, Path) else str(value)
-
-
-@contextmanager
-def _stopping(event: threading.Event) -> Iterator[None]:
-    """SIGTERM and Ctrl-C set the event while the block runs (in the main thread)."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        event.set()
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
