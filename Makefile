@@ -42,8 +42,8 @@ lint: $(STAMP)  ## ruff (format and check) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## the benchmarks (make bench ARGS=--help)
-	$(BIN)/dllm bench $(ARGS)
+bench: $(STAMP)  ## quality and cost of a shipped model from one run (make bench ARGS=--help)
+	$(BIN)/python -m dllm.evals.quality $(ARGS)
 
 clean:  ## remove the virtual environment and everything that was built or cached in the tree
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov

@@ -358,15 +358,22 @@ class DenoiseLoop:
         return laws
 
     def _ranked(self, laws: RowStats, slots: Tensor) -> RowStats:
-        """The laws as the sampler ranks them: a first slot whose law cannot change any more is the surest of its block."""
+        """The laws as the sampler ranks them: a first slot whose law cannot change any more is as sure as the surest of its block.
+
+        Ties go to the lowest slot, so it goes first; the numbers stay those of real laws, for some rules add them up.
+        """
         if self.spec.first_slot != "commit_first":
             return laws
         settled = (slots == self.state.lo[:, None]) & (self.state.row_lo == self.state.lo)[:, None]
+
+        def raised(score: Tensor | None, best: Tensor | None) -> Any:
+            return None if score is None or best is None else torch.where(settled, best, score)
+
         return replace(
             laws,
-            confidence=laws.confidence.masked_fill(settled, float("inf")),
-            entropy=None if laws.entropy is None else laws.entropy.masked_fill(settled, float("-inf")),
-            margin=None if laws.margin is None else laws.margin.masked_fill(settled, float("inf")),
+            confidence=raised(laws.confidence, laws.confidence.amax(1, keepdim=True)),
+            entropy=raised(laws.entropy, None if laws.entropy is None else laws.entropy.amin(1, keepdim=True)),
+            margin=raised(laws.margin, None if laws.margin is None else laws.margin.amax(1, keepdim=True)),
         )
 
     def _first_stop(self, tokens: Tensor, committed: Tensor, slots: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from dllm.evals.atomic_write import write_text_atomic
 from dllm.evals.judge import Judge
 from dllm.evals.measure import Measurement, compare, measure, render_table
 from dllm.evals.statistics import Interval, bootstrap_mean, paired_difference
@@ -217,27 +218,37 @@ def command(
     }
     for m in measured[1:]:
         console.print(compare(m, measured[0]))
-    gains = [suffix_gain(lm, answer_spans(rows), "held-out answers", batch=32)]
+    # Saved after each part: a run that is cut short keeps what it has measured.
+    _save(out, report, console)
+    gains = {"held-out answers": answer_spans(rows)}
+    texts = stories(story_file) if story_file is not None else []
     if story_file is not None:
-        texts = stories(story_file)
-        ids = [tuple(encode_text(lm.tokenizer, part) for part in row) for row in texts]
-        gains.append(suffix_gain(lm, ids, story_file.stem, batch=32))  # type: ignore[arg-type]
-        lengths: dict[str, dict[str, Any]] = {
-            "oracle length": {"length": "oracle"},
-            "auto (window)": {"length_method": "window"},
-            "auto (score)": {"length_method": "score"},
-            "fixed 16": {"length": 16},
-        }
-        choices = length_choices(lm, judge, texts, lengths, 64, 32)
-        report["lengths"] = [dataclasses.asdict(c) for c in choices]
-        for choice in choices:
-            console.print(choice)
-    report["suffix_gains"] = [dataclasses.asdict(g) for g in gains]
-    for gain in gains:
+        encoded = [tuple(encode_text(lm.tokenizer, part) for part in row) for row in texts]
+        gains[story_file.stem] = [(before, middle, after) for before, middle, after in encoded]
+    report["suffix_gains"] = []
+    for name, spans in gains.items():
+        gain = suffix_gain(lm, spans, name, batch=32)
+        report["suffix_gains"].append(dataclasses.asdict(gain))
         console.print(gain)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "quality.json").write_text(json.dumps(report), encoding="utf-8")
-    (out / "quality.txt").write_text(console.export_text(), encoding="utf-8")
+        _save(out, report, console)
+    lengths: dict[str, dict[str, Any]] = {
+        "oracle length": {"length": "oracle"},
+        "auto (window)": {"length_method": "window"},
+        "auto (score)": {"length_method": "score"},
+        "fixed 16": {"length": 16},
+    }
+    report["lengths"] = []
+    for name, options in lengths.items() if texts else ():
+        choice = length_choices(lm, judge, texts, {name: options}, 64, 32)[0]
+        report["lengths"].append(dataclasses.asdict(choice))
+        console.print(choice)
+        _save(out, report, console)
+
+
+def _save(folder: Path, report: dict[str, Any], console: Console) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(folder / "quality.json", json.dumps(report))
+    write_text_atomic(folder / "quality.txt", console.export_text(clear=False))
 
 
 if __name__ == "__main__":
