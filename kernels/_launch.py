@@ -1,0 +1,111 @@
+"""What every kernel file shares: Triton or a stand-in, which path a call takes, and checks of arguments.
+
+Where Triton is not installed (it has no wheels for some systems) the files still import, and every public function runs its reference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from dllm.environment import dependent_launch, kernels_mode
+
+HAS_TRITON = find_spec("triton") is not None
+
+if TYPE_CHECKING or HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:
+    triton = tl = None
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def jit(function: F) -> Any:
+    """``triton.jit``; without Triton the plain function, which is never called then."""
+    return triton.jit(function) if HAS_TRITON else function
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, so that CPU tensors may be given to them."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether a call with ``tensor`` runs the kernel: on CUDA, unless DLLM_KERNELS=reference. On the CPU: the reference.
+
+    Tests reach the kernel on the CPU by the launching functions (``*_triton``), which need TRITON_INTERPRET=1 there.
+    """
+    return HAS_TRITON and tensor.is_cuda and kernels_mode() == "auto"
+
+
+def require_launchable(tensor: Tensor, name: str) -> None:
+    """Raise RuntimeError if a kernel cannot take ``tensor``: it is on the CPU and the interpreter is off, or there is no Triton."""
+    if not HAS_TRITON:
+        raise RuntimeError(f"{name} needs Triton for its kernel: it is not installed")
+    if not tensor.is_cuda and not interpreted():
+        raise RuntimeError(f"{name} must be on CUDA for the kernel (or TRITON_INTERPRET=1): got device {tensor.device}")
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two >= n (n >= 1)."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; the number of an H200 elsewhere, so that the interpreter sees the same splits."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def dependent(tensor: Tensor) -> dict[str, bool]:
+    """Launch arguments of a kernel that calls ``begin_dependent`` before it touches memory.
+
+    Such a kernel is set up on the multiprocessors that become free while the kernel before it still runs (programmatic dependent launch,
+    compute capability 9.0 and later), which hides its launch; ``DLLM_DEPENDENT_LAUNCH=1`` turns that on. A graph keeps it.
+    """
+    on = tensor.is_cuda and dependent_launch() and _capability(tensor.device) >= 9
+    return {"DEPENDENT": True, "launch_pdl": True} if on else {"DEPENDENT": False}
+
+
+@lru_cache(maxsize=16)
+def _capability(device: torch.device) -> int:
+    # AMD devices count their generations otherwise, and have no such launch.
+    return 0 if torch.version.cuda is None else torch.cuda.get_device_capability(device)[0]
+
+
+@jit
+def begin_dependent(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel be set up, then wait until the kernel before has ended and its results can be read.
+
+    Every program must pass here before it reads or writes: a kernel's end then implies the end of all before it, which makes it safe to
+    write to memory that an earlier one has read.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@jit
+def prefetch_lines(pointers):  # type: ignore[no-untyped-def]
+    """Ask for the cache lines under a tensor of pointers, for use after the wait of ``begin_dependent``.
+
+    Into the L2 cache, where an older write would be seen too; so it may stand before the wait. The pointers must be readable.
+    """
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

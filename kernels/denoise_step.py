@@ -1,0 +1,396 @@
+"""The bookkeeping of one denoising step of the exact block cache, on the device: one launch before the forward, one after the statistics.
+
+    plan_step     rows of the open block (beside them the finished one, until it is stored), their ids, masks, positions and groups, the two
+                  attention rules, the store's readable keys and what will be stored; counts forwards and positions
+    commit_step   the sampler's rule, the commit, faults, the stop token, the row's end and the opening of its next block
+
+Truth: the tensor operations of ``dllm/device_loop.py`` (the sampler's and the cache's own files among them), which run off CUDA; a
+test runs both from the same states. One program a row; nothing is read back. Bytes moved: plan_step about 10 a column of the canvas,
+commit_step a few hundred a row; the limit is the launch, of which the tensor operations need about 120.
+
+Letters: B rows of the batch, W columns of the canvas, S slots of a block, Q = 2 S rows of the forward.
+"""
+
+# Kernels take pointers and constants that have no Python type.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dllm.kernels._launch import ceil_div, jit, next_power_of_2, require_launchable, tl
+from dllm.types import PADDING_GROUP, Attend
+
+MAX_BLOCK = 128
+"""Longest block: the ranking compares all pairs of its slots."""
+FAULTS = 3
+"""Rows of ``StepBuffers.fault``: logits that are not finite, a banned token, nothing committed."""
+
+
+@dataclass(eq=False)
+class StepBuffers:
+    """Where every row stands; mutated in place, so that a captured step finds the same addresses.
+
+    canvas int64, masked, stored bool, group int32: [B, W + 1], the last column a bin; low int32, position int64: [B, W].
+    columns int64 [B]: lo, hi, row_lo, prev_lo, begin, end, step, block, decode_steps, limit, nfe, positions, useful; log_confidence
+    fp32 [B]; active, stopped bool [B]; fault bool [3, B]; status int32 [B] (0 done, 1 active, 2 at fault); eos int64 [E]; banned bool [V].
+    """
+
+    canvas: Tensor
+    masked: Tensor
+    stored: Tensor
+    group: Tensor
+    low: Tensor
+    position: Tensor
+    lo: Tensor
+    hi: Tensor
+    row_lo: Tensor
+    prev_lo: Tensor
+    begin: Tensor
+    end: Tensor
+    step: Tensor
+    block: Tensor
+    decode_steps: Tensor
+    limit: Tensor
+    nfe: Tensor
+    positions: Tensor
+    useful: Tensor
+    log_confidence: Tensor
+    active: Tensor
+    stopped: Tensor
+    fault: Tensor
+    status: Tensor
+    eos: Tensor
+    banned: Tensor
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """What does not change in a call. block_length S; store_pass: a block's first token comes from the pass that stores the block before;
+    commit_first: a first slot whose law is settled goes first; grouped: blocks have attention groups of their own, from first_group on.
+    threshold: commit from this probability on, and at least the quota; None: the quota alone, k without a step limit."""
+
+    block_length: int
+    store_pass: bool
+    commit_first: bool
+    grouped: bool
+    first_group: int
+    threshold: float | None
+    k: int
+    unlimited: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """rows (clamped to the canvas), target (W where not valid), ids, position [B, Q] int64; masked, valid, write [B, Q] bool; attend."""
+
+    rows: Tensor
+    target: Tensor
+    ids: Tensor
+    position: Tensor
+    masked: Tensor
+    valid: Tensor
+    write: Tensor
+    attend: Attend
+
+
+@jit
+def _plan_kernel(
+    canvas_ptr,
+    masked_ptr,
+    stored_ptr,
+    group_ptr,
+    low_ptr,
+    position_ptr,
+    lo_ptr,
+    hi_ptr,
+    row_lo_ptr,
+    prev_lo_ptr,
+    step_ptr,
+    active_ptr,
+    nfe_ptr,
+    positions_ptr,
+    long_ptr,
+    flag_ptr,
+    query_ptr,
+    bits_ptr,
+    key_group_ptr,
+    width,
+    numel,
+    STORE_PASS: tl.constexpr,
+    PADDING: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """long_ptr int64 [4, B, Q]: rows, target, ids, position; flag_ptr uint8 [3, B, Q]: masked, valid, write; query_ptr int32 [2, B, Q]:
+    group, low; numel = B * Q."""
+    b = tl.program_id(0).to(tl.int64)
+    wide = b * (width + 1)
+    lo = tl.load(lo_ptr + b)
+    hi = tl.load(hi_ptr + b)
+    row_lo = tl.load(row_lo_ptr + b)
+    prev_lo = tl.load(prev_lo_ptr + b)
+    step = tl.load(step_ptr + b)
+    active = tl.load(active_ptr + b) != 0
+    start = tl.where(step == 0, tl.minimum(prev_lo, row_lo), row_lo)
+    stop = hi
+    if STORE_PASS:
+        storing = (step == 0) & (lo == row_lo) & (lo > 0)
+        stop = tl.where(storing & (start < row_lo), row_lo, hi)
+    stop = tl.where(active, stop, start)
+
+    query = tl.arange(0, BLOCK_Q)
+    inside = query < QUERIES
+    row = start + query
+    valid = (row < stop) & inside
+    write = valid & (row < row_lo)
+    place = tl.minimum(row, width - 1)
+    group = tl.load(group_ptr + wide + place, mask=inside, other=0)
+    low = tl.load(low_ptr + b * width + place, mask=inside, other=0)
+    at = b * QUERIES + query
+    tl.store(long_ptr + at, place, mask=inside)
+    tl.store(long_ptr + numel + at, tl.where(valid, row, width), mask=inside)
+    tl.store(long_ptr + 2 * numel + at, tl.load(canvas_ptr + wide + place, mask=inside, other=0), mask=inside)
+    tl.store(long_ptr + 3 * numel + at, tl.load(position_ptr + b * width + place, mask=inside, other=0), mask=inside)
+    tl.store(flag_ptr + at, tl.load(masked_ptr + wide + place, mask=inside, other=0), mask=inside)
+    tl.store(flag_ptr + numel + at, valid.to(tl.uint8), mask=inside)
+    tl.store(flag_ptr + 2 * numel + at, write.to(tl.uint8), mask=inside)
+    tl.store(query_ptr + at, group, mask=inside)
+    tl.store(query_ptr + numel + at, low, mask=inside)
+
+    # Rule 2: bit j of word w says whether a row sees new row 64 w + j. A padded row sees itself, so that its softmax stays finite.
+    for word in tl.static_range(0, WORDS):
+        other = word * 64 + tl.arange(0, 64)
+        other_row = start + other
+        other_valid = (other_row < stop) & (other < QUERIES)
+        key = tl.load(group_ptr + wide + tl.minimum(other_row, width - 1), mask=other_valid, other=PADDING)
+        seen = (key[None, :] >= low[:, None]) & (key[None, :] <= group[:, None]) & (key < PADDING)[None, :]
+        seen = seen | (query[:, None] == other[None, :])
+        bit = seen.to(tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
+        tl.store(bits_ptr + at * WORDS + word, tl.sum(bit, axis=1), mask=inside)
+
+    # Rule 1: rows that are stored and not computed again; and the marks of those that this forward will store.
+    kept = tl.minimum(stop, row_lo)
+    for column_start in range(0, width, BLOCK_W):
+        column = column_start + tl.arange(0, BLOCK_W)
+        real = column < width
+        stored = tl.load(stored_ptr + wide + column, mask=real, other=0) != 0
+        again = (column >= start) & (column < stop)
+        stored_group = tl.load(group_ptr + wide + column, mask=real, other=0)
+        visible = tl.where(stored, tl.where(again, PADDING, stored_group), PADDING)
+        tl.store(key_group_ptr + b * width + column, visible, mask=real)
+        new = (column >= start) & (column < kept)
+        tl.store(stored_ptr + wide + column, (stored | new).to(tl.uint8), mask=real)
+
+    computed = tl.maximum(stop - start, 0)
+    tl.store(nfe_ptr + b, tl.load(nfe_ptr + b) + (computed > 0).to(tl.int64))
+    tl.store(positions_ptr + b, tl.load(positions_ptr + b) + computed)
+
+
+@jit
+def _is_stop(tokens, eos_ptr, NUM_EOS: tl.constexpr):
+    found = tokens < -1
+    for e in tl.static_range(0, NUM_EOS):
+        found = found | (tokens == tl.load(eos_ptr + e))
+    return found
+
+
+@jit
+def _commit_kernel(
+    token_ptr,
+    confidence_ptr,
+    log_total_ptr,
+    canvas_ptr,
+    masked_ptr,
+    group_ptr,
+    lo_ptr,
+    hi_ptr,
+    row_lo_ptr,
+    prev_lo_ptr,
+    begin_ptr,
+    end_ptr,
+    step_ptr,
+    block_ptr,
+    decode_steps_ptr,
+    limit_ptr,
+    useful_ptr,
+    log_confidence_ptr,
+    active_ptr,
+    stopped_ptr,
+    fault_ptr,
+    status_ptr,
+    eos_ptr,
+    banned_ptr,
+    width,
+    batch,
+    threshold,
+    k,
+    unlimited,
+    first_group,
+    STORE_PASS: tl.constexpr,
+    COMMIT_FIRST: tl.constexpr,
+    GROUPED: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    NUM_EOS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    b = tl.program_id(0).to(tl.int64)
+    wide = b * (width + 1)
+    lo = tl.load(lo_ptr + b)
+    hi = tl.load(hi_ptr + b)
+    row_lo = tl.load(row_lo_ptr + b)
+    step = tl.load(step_ptr + b)
+    limit = tl.load(limit_ptr + b)
+    decode = tl.load(active_ptr + b) != 0
+    i = tl.arange(0, BLOCK_S)
+    real = i < SLOTS
+    slot = lo + i
+    inside = (slot < hi) & real
+    token = tl.load(token_ptr + b * SLOTS + i, mask=real, other=0)
+    confidence = tl.load(confidence_ptr + b * SLOTS + i, mask=real, other=0.0)
+    log_total = tl.load(log_total_ptr + b * SLOTS + i, mask=real, other=0.0)
+    canvas = tl.load(canvas_ptr + wide + slot, mask=inside, other=0)
+    masked = (tl.load(masked_ptr + wide + slot, mask=inside, other=0) != 0) & inside
+
+    stop = tl.min(tl.where(_is_stop(canvas, eos_ptr, NUM_EOS) & inside, tl.where(masked, width, slot), width), axis=0)
+    # Scalar conditions enter as bounds: the interpreter's masks must not come from a broadcast scalar.
+    offered = masked & (slot < tl.where(decode, stop, 0))
+    storing = (step == 0) & (lo == row_lo) & (lo > 0)
+    if STORE_PASS:
+        offered = offered & (slot < tl.where(storing, lo + 1, hi))
+    rank_by = confidence
+    if COMMIT_FIRST:
+        surest = tl.max(tl.where(real, confidence, float("-inf")), axis=0)
+        rank_by = tl.where(slot == tl.where(row_lo == lo, lo, -1), surest, confidence)
+    score = tl.where(offered, rank_by, float("-inf"))
+    # The rank of slot i is the number of slots that go before it; ties to the lowest slot. Pairs [other, this].
+    this = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[None, :]
+    other = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[:, None]
+    before = (other > this) | ((other == this) & (i[:, None] < i[None, :]))
+    rank = tl.sum(before.to(tl.int32), axis=0)
+    count = tl.sum(offered.to(tl.int32), axis=0).to(tl.int64)
+    if THRESHOLD:
+        left = tl.maximum(limit - step, 1)
+        quota = tl.maximum((count + left - 1) // left, 1)
+        transfer = offered & ((rank_by >= threshold) | (rank < quota))
+    else:
+        masks = hi - lo
+        scheduled = masks // limit + (step < masks % limit).to(tl.int64)
+        quota = tl.where(limit >= unlimited, k, scheduled)
+        transfer = offered & (rank < quota)
+    # The last step that the limit allows takes whatever is left.
+    everything = step + 1 >= limit
+    if STORE_PASS:
+        everything = everything | storing
+    transfer = transfer | (offered & (i < tl.where(everything, BLOCK_S, 0)))
+    tokens = tl.where(transfer, token, canvas)
+    sure = tl.where(transfer, tl.log(tl.maximum(confidence, 1e-30)), 0.0)
+    tl.store(log_confidence_ptr + b, tl.load(log_confidence_ptr + b) + tl.sum(sure, axis=0))
+    tl.store(canvas_ptr + wide + slot, token, mask=transfer)
+    tl.store(masked_ptr + wide + slot, tl.zeros([BLOCK_S], tl.uint8), mask=transfer)
+
+    # A NaN compares false, so it is not finite either.
+    finite = (log_total < float("inf")) & (log_total > float("-inf"))
+    broken = (tl.max(tl.where(finite, 0, inside.to(tl.int32)), axis=0) != 0) & decode
+    banned = tl.load(banned_ptr + token, mask=transfer, other=0) != 0
+    illegal = tl.max((banned & transfer).to(tl.int32), axis=0) != 0
+    given = tl.max(transfer.to(tl.int32), axis=0)
+    idle = (count > 0) & (given == 0) & (limit >= unlimited)
+    for which in tl.static_range(0, 3):
+        wrong = broken if which == 0 else (illegal if which == 1 else idle)
+        old = tl.load(fault_ptr + which * batch + b) != 0
+        tl.store(fault_ptr + which * batch + b, (old | wrong).to(tl.uint8))
+    fault = broken | illegal | idle
+
+    still = masked & (tl.where(transfer, 0, 1) != 0)
+    edge = tl.minimum(tl.min(tl.where(still, slot, width), axis=0), hi)
+    stopped = tl.where(_is_stop(tokens, eos_ptr, NUM_EOS) & inside, tl.where(still, width, slot), width)
+    stopped = tl.min(stopped, axis=0)
+    begin = tl.load(begin_ptr + b)
+    end = tl.load(end_ptr + b)
+    stops = decode & (stopped < edge)
+    full = decode & (stopped >= edge) & (edge == hi)
+    ends = full & (hi == end)
+    opens = full & (hi != end)
+    useful = tl.load(useful_ptr + b)
+    useful = tl.where(stops, stopped - begin, tl.where(ends, end - begin, useful))
+    tl.store(useful_ptr + b, useful)
+    tl.store(stopped_ptr + b, ((tl.load(stopped_ptr + b) != 0) | stops).to(tl.uint8))
+    active = decode.to(tl.int32) * (1 - (stops | ends | fault).to(tl.int32))
+    tl.store(active_ptr + b, active.to(tl.uint8))
+    at_fault = fault | (tl.load(status_ptr + b) == 2)
+    tl.store(status_ptr + b, tl.where(at_fault, 2, active))
+    tl.store(decode_steps_ptr + b, tl.load(decode_steps_ptr + b) + decode.to(tl.int64))
+    tl.store(prev_lo_ptr + b, tl.where(decode, row_lo, tl.load(prev_lo_ptr + b)))
+
+    # A new block starts where the last one ended, so its first row is its first slot.
+    block = tl.load(block_ptr + b) + opens.to(tl.int64)
+    new_lo = tl.where(opens, hi, lo)
+    new_hi = tl.where(opens, tl.minimum(hi + SLOTS, end), hi)
+    tl.store(lo_ptr + b, new_lo)
+    tl.store(row_lo_ptr + b, tl.where(opens, hi, row_lo))
+    tl.store(hi_ptr + b, new_hi)
+    tl.store(block_ptr + b, block)
+    tl.store(step_ptr + b, tl.where(opens, 0, step + decode.to(tl.int64)))
+    if GROUPED:
+        fresh = new_lo + i
+        number = (first_group + block).to(tl.int32)
+        new = real & (fresh < tl.where(opens, new_hi, 0))
+        tl.store(group_ptr + wide + fresh, tl.zeros([BLOCK_S], tl.int32) + number, mask=new)
+
+
+def plan_step(buffers: StepBuffers, rule: StepRule) -> PlannedStep:
+    """Launch the plan: mutates buffers.stored, nfe and positions; the rest of the result is new. CUDA or the interpreter only."""
+    state = buffers
+    require_launchable(state.canvas, "canvas")
+    batch, width, queries, device = *_sizes(state), 2 * rule.block_length, state.canvas.device
+    words = ceil_div(queries, 64)
+    long = torch.empty(4, batch, queries, dtype=torch.int64, device=device)
+    flag = torch.empty(3, batch, queries, dtype=torch.bool, device=device)
+    query = torch.empty(2, batch, queries, dtype=torch.int32, device=device)
+    bits = torch.empty(batch, queries, words, dtype=torch.int64, device=device)
+    key_group = torch.empty(batch, width, dtype=torch.int32, device=device)
+    _plan_kernel[(batch,)](
+        state.canvas, _bytes(state.masked), _bytes(state.stored), state.group, state.low, state.position,
+        state.lo, state.hi, state.row_lo, state.prev_lo, state.step, _bytes(state.active), state.nfe, state.positions,
+        long, _bytes(flag), query, bits, key_group, width, batch * queries,
+        STORE_PASS=rule.store_pass, PADDING=PADDING_GROUP, QUERIES=queries, WORDS=words,
+        BLOCK_Q=next_power_of_2(queries), BLOCK_W=1024, num_warps=4 if queries <= 64 else 8,
+    )  # fmt: skip
+    attend = Attend(key_group, query[1], query[0], bits)
+    return PlannedStep(long[0], long[1], long[2], long[3], flag[0], flag[1], flag[2], attend)
+
+
+def commit_step(buffers: StepBuffers, rule: StepRule, token: Tensor, confidence: Tensor, log_total: Tensor) -> None:
+    """Launch the decision for the laws of the open blocks' S slots: token int64, confidence, log_total fp32 [B, S]. Mutates buffers."""
+    state = buffers
+    require_launchable(state.canvas, "canvas")
+    (batch, width), slots = _sizes(state), rule.block_length
+    if not 1 <= slots <= MAX_BLOCK:
+        raise ValueError(f"block_length must be in 1..{MAX_BLOCK}: got {slots}")
+    for name, value in (("token", token), ("confidence", confidence), ("log_total", log_total)):
+        if value.shape != (batch, slots):
+            raise ValueError(f"{name} must be [{batch}, {slots}]: got {list(value.shape)}")
+    _commit_kernel[(batch,)](
+        token.contiguous(), confidence.contiguous(), log_total.contiguous(),
+        state.canvas, _bytes(state.masked), state.group, state.lo, state.hi, state.row_lo, state.prev_lo, state.begin, state.end,
+        state.step, state.block, state.decode_steps, state.limit, state.useful, state.log_confidence, _bytes(state.active),
+        _bytes(state.stopped), _bytes(state.fault), state.status, state.eos, _bytes(state.banned),
+        width, batch, 0.0 if rule.threshold is None else float(rule.threshold), rule.k, rule.unlimited, rule.first_group,
+        STORE_PASS=rule.store_pass, COMMIT_FIRST=rule.commit_first, GROUPED=rule.grouped, THRESHOLD=rule.threshold is not None,
+        NUM_EOS=state.eos.numel(), SLOTS=slots, BLOCK_S=max(2, next_power_of_2(slots)), num_warps=4 if slots > 32 else 1,
+    )  # fmt: skip
+
+
+def _sizes(state: StepBuffers) -> tuple[int, int]:
+    return state.canvas.shape[0], state.canvas.shape[1] - 1
+
+
+def _bytes(flags: Tensor) -> Tensor:
+    return flags.view(torch.uint8)
