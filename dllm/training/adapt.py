@@ -89,6 +89,8 @@ def _corruption(config: AdaptConfig, tokens: dict[str, int], stop_token_id: int)
         infill_share=config.infill_share,
         noisy_copies=config.noisy_copies,
         complementary=config.complementary,
+        tail_share=config.tail_share,
+        slot_decay=config.slot_decay,
         boundary_weight=usual if config.boundary_weight is None else config.boundary_weight,
         max_rows=config.rows,
     )
@@ -147,6 +149,9 @@ def command(
     warmup: Annotated[int, typer.Option(help="Steps of warm-up.")] = 60,
     infill_share: Annotated[float, typer.Option(help="Share of documents with gaps.")] = 0.5,
     noisy_copies: Annotated[int, typer.Option(help="Noisy copies beside a clean one.")] = 2,
+    tail_share: Annotated[float, typer.Option(help="Blocks masked from a random slot on.")] = 0.0,
+    slot_decay: Annotated[float, typer.Option(help="Loss weight per mask before a slot in its block.")] = 1.0,
+    certainty_weight: Annotated[float, typer.Option(help="Weight of the entropy of right slots.")] = 0.0,
     boundary_weight: Annotated[float | None, typer.Option(help="Weight of the first token after a gap.")] = None,
     held_out: Annotated[int, typer.Option(help="Documents at the end of the first file kept for measuring.")] = 500,
     workers: Annotated[int, typer.Option(help="Processes that build batches.")] = 4,

@@ -18,6 +18,7 @@ class AdaptConfig:
     mask_token_id, filler_token_id, start_token_id: existing tokens that the texts do not use (known for the shipped base).
     Either steps or minutes (training alone, compilation not counted). batch sequences of ``rows`` rows make a step.
     learning_rate is for LoRA, norm_learning_rate for norms and mask row; both fall on a cosine after ``warmup`` steps.
+    tail_share, slot_decay: see ``CorruptionConfig``; certainty_weight: see ``slot_loss``.
     resume: folder of an adapter to go on from (weights only). attention_kernel: "auto" times SDPA and FlexAttention on CUDA.
     """
 
@@ -44,6 +45,9 @@ class AdaptConfig:
     infill_share: float = 0.5
     noisy_copies: int = 2
     complementary: bool = True
+    tail_share: float = 0.0
+    slot_decay: float = 1.0
+    certainty_weight: float = 0.0
     boundary_weight: float | None = None
     held_out: int = 500
     eval_batches: int = 4
@@ -69,6 +73,8 @@ class AdaptConfig:
                 raise ValueError(f"{name} must be >= 1: got {getattr(self, name)}")
         if not 0 <= self.answer_share <= 1:
             raise ValueError(f"answer_share must be in [0, 1]: got {self.answer_share}")
+        if self.certainty_weight < 0:
+            raise ValueError(f"certainty_weight must be >= 0: got {self.certainty_weight}")
         for name, accepted in (
             ("attention", ("block_causal", "bidirectional")),
             ("dtype", ("auto", "bfloat16", "float32")),

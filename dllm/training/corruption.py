@@ -34,7 +34,9 @@ class CorruptionConfig:
     longer window. infill_share: documents that train a gap; raw_share: of those, text without chat markup; window_share: gaps with
     fillers, 1 to max_filler of them; two_gap_share: infill documents with two gaps.
     noisy_copies: noisy copies of an answer (block-causal), a gap gets up to three times as many, as long as they are shorter than the
-    clean copy; complementary: copies come in pairs of which each masks what the other shows.
+    clean copy; complementary: copies come in pairs of which each masks what the other shows. tail_share: blocks of an answer whose
+    masks are everything behind a random slot, the states that decoding from left to right meets; slot_decay: the loss weight of an
+    answer's mask is slot_decay ** (masks before it in its block), since far slots are seldom committed at once (block-causal).
     boundary_weight: loss weight of the first token after a gap.
     max_extra: further masked positions after an answer's end (bidirectional); lookahead_decay: loss weight of masks d blocks after the
     current one is lookahead_decay ** d, 0 beyond lookahead_blocks.
@@ -54,6 +56,8 @@ class CorruptionConfig:
     max_gap: int = 64
     noisy_copies: int = 2
     complementary: bool = True
+    tail_share: float = 0.0
+    slot_decay: float = 1.0
     boundary_weight: float = 1.0
     max_extra: int = 192
     lookahead_decay: float = 0.5
@@ -68,7 +72,8 @@ class CorruptionConfig:
                 raise ValueError(f"{name} must be >= 1: got {getattr(self, name)}")
         if self.max_rows < 16 * self.block_length:
             raise ValueError(f"max_rows must be >= {16 * self.block_length}: got {self.max_rows}")
-        for name in ("infill_share", "raw_share", "window_share", "two_gap_share", "lookahead_decay"):
+        shares = ("infill_share", "raw_share", "window_share", "two_gap_share", "lookahead_decay", "tail_share")
+        for name in (*shares, "slot_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1]: got {getattr(self, name)}")
 
@@ -109,12 +114,17 @@ def corrupt(
 
 
 def sample_masks(
-    slots: np.ndarray, block: np.ndarray, copies: int, rng: np.random.Generator, complementary: bool = True
+    slots: np.ndarray,
+    block: np.ndarray,
+    copies: int,
+    rng: np.random.Generator,
+    complementary: bool = True,
+    tail_share: float = 0.0,
 ) -> np.ndarray:
     """Masks of each copy, bool [copies, n]: in each block a rate t ~ U(0, 1), at least one mask.
 
     slots bool [n]; block int [n]: block number of each slot (read at slots only). With a uniform rate every number of masks in a block
-    is equally likely.
+    is equally likely. With probability tail_share a block masks all slots from a random one on instead, in each copy from another.
     """
     where = np.flatnonzero(slots)
     masks = np.zeros((copies, len(slots)), bool)
@@ -122,8 +132,14 @@ def sample_masks(
         return masks
     _, number = np.unique(block[where], return_inverse=True)
     num_blocks = int(number[-1]) + 1
+    size = np.bincount(number)
+    rank = np.arange(len(where)) - (np.cumsum(size) - size)[number]
+    tail = np.zeros(num_blocks, bool)
     for i in range(copies):
         draw = rng.random(len(where))
+        if tail_share > 0 and not (complementary and i % 2):
+            # The two copies of a pair agree on which blocks they are complementary in.
+            tail = rng.random(num_blocks) < tail_share
         if complementary and i % 2:
             chosen = ~masks[i - 1, where]
         else:
@@ -134,8 +150,19 @@ def sample_masks(
             order = np.lexsort((draw, number))
             first = order[np.searchsorted(number, np.arange(num_blocks))]
             chosen[first[empty]] = True
+        if tail_share > 0:
+            first_mask = (rng.random(num_blocks) * size).astype(np.int64)
+            chosen = np.where(tail[number], rank >= first_mask[number], chosen)
         masks[i, where] = chosen
     return masks
+
+
+def mask_weights(masks: np.ndarray, block: np.ndarray, decay: float) -> np.ndarray:
+    """decay ** (masks before this one in its block), float [copies, n]; masks bool [copies, n], block int [n] ascending."""
+    before = np.cumsum(masks, axis=1) - masks
+    starts = np.flatnonzero(np.r_[True, block[1:] != block[:-1]])
+    size = np.diff(np.r_[starts, len(block)])
+    return decay ** (before - np.repeat(before[:, starts], size, axis=1)).astype(np.float64)
 
 
 def draw_gaps(
@@ -234,9 +261,10 @@ def _generation_blocks(tokens: np.ndarray, prompt: int, config: CorruptionConfig
     n = len(tokens)
     if n == prompt:
         prompt -= 1
-    slots = np.arange(n) >= prompt
-    masks = sample_masks(slots, (np.arange(n) - prompt) // S, copies, rng, config.complementary)
-    return block_causal_layout(tokens, [Region(prompt, n, 0)], masks, S, np.ones(n))
+    slots, block = np.arange(n) >= prompt, (np.arange(n) - prompt) // S
+    masks = sample_masks(slots, block, copies, rng, config.complementary, config.tail_share)
+    weights = mask_weights(masks, block, config.slot_decay)
+    return block_causal_layout(tokens, [Region(prompt, n, 0)], masks, S, weights)
 
 
 def _infill_blocks(filled: Filled, config: CorruptionConfig, rng: np.random.Generator) -> Layout:

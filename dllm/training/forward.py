@@ -83,9 +83,13 @@ class TrainingForward:
         return self.model.norm(x)
 
 
-def slot_loss(model: Decoder, hidden: Tensor, batch: Batch, chunk: int = 8192) -> tuple[Tensor, Tensor]:
+def slot_loss(
+    model: Decoder, hidden: Tensor, batch: Batch, chunk: int = 8192, certainty_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Weighted mean cross-entropy of the slots (fp32 scalar, nats), and sums by kind, fp32 [kinds, 4].
 
+    certainty_weight > 0 adds that much of the law's entropy where the top token is right: such slots may then be committed together (Chen
+    et al. 2025, dParallel, arXiv:2509.26488). It buys speed with calibration: a wrong slot's law is left alone.
     The four sums: slots, cross-entropy, right top tokens, slots whose top probability is above 0.9. The head runs over trained slots
     only, ``chunk`` at a time, and is computed again in the backward pass where there are several chunks.
     """
@@ -95,26 +99,33 @@ def slot_loss(model: Decoder, hidden: Tensor, batch: Batch, chunk: int = 8192) -
     pieces = range(0, len(rows), chunk)
     for at in pieces:
         part = slice(at, at + chunk)
-        arguments = (model, rows[part], batch.slot_token[part])
+        arguments = (model, rows[part], batch.slot_token[part], certainty_weight)
         if torch.is_grad_enabled() and len(pieces) > 1:
-            entropy, right, sure = checkpoint(_slot_terms, *arguments, use_reentrant=False)
+            loss, entropy, right, sure = checkpoint(_slot_terms, *arguments, use_reentrant=False)
         else:
-            entropy, right, sure = _slot_terms(*arguments)
+            loss, entropy, right, sure = _slot_terms(*arguments)
         weight = batch.slot_weight[part]
-        total = total + (entropy * weight).sum()
+        total = total + (loss * weight).sum()
         counted = (weight > 0).float()
-        terms = torch.stack([counted, entropy.detach() * counted, right * counted, sure * counted], dim=-1)
+        terms = torch.stack([counted, entropy * counted, right * counted, sure * counted], dim=-1)
         sums.index_add_(0, batch.slot_kind[part], terms)
     return total / batch.slot_weight.sum().clamp(min=1e-6), sums
 
 
-def _slot_terms(model: Decoder, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _slot_terms(
+    model: Decoder, rows: Tensor, token: Tensor, certainty_weight: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits = model.head(rows).float()
-    entropy = F.cross_entropy(logits, token, reduction="none")
+    loss = F.cross_entropy(logits, token, reduction="none")
     with torch.no_grad():
+        entropy = loss.detach()
         top, best = logits.max(dim=-1)
-        sure = (top - logits.logsumexp(dim=-1)).exp() > SURE
-    return entropy, (best == token).float(), sure.float()
+        right = (best == token).float()
+        sure = ((top - logits.logsumexp(dim=-1)).exp() > SURE).float()
+    if certainty_weight > 0:
+        logs = logits.log_softmax(dim=-1)
+        loss = loss - certainty_weight * right * (logs.exp() * logs).sum(dim=-1)
+    return loss, entropy, right, sure
 
 
 def choose_kernel(model: Decoder, batch: Batch, compiled: bool, steps: int = 6) -> TrainingForward:

@@ -126,8 +126,8 @@ def block_causal_layout(
     """Clean copy and noisy copies of one document.
 
     tokens int [n]: the document, text before the first answer slot included; masks bool [copies, n]: masked slots of each noisy copy,
-    False outside the regions and on known rows; weights float [n]: loss weight of each slot. boundary_weight > 0: the last row of each
-    gap, in the clean copy, also predicts the first token after it.
+    False outside the regions and on known rows; weights float [n] or [copies, n]: loss weight of each slot. boundary_weight > 0: the last
+    row of each gap, in the clean copy, also predicts the first token after it.
     """
     n, copies = len(tokens), len(masks)
     group, low = block_groups(n, regions, block_length)
@@ -152,7 +152,7 @@ def block_causal_layout(
     same_block = in_region[slot - 1] & (group[slot - 1] == group[slot])
     noisy_row = n + which * len(rows) + index_in_region[slot - 1]
     slot_row = np.where(same_block, noisy_row, slot - 1)
-    slot_token, slot_weight = tokens[slot], weights[slot]
+    slot_token, slot_weight = tokens[slot], np.broadcast_to(weights, masks.shape)[which, slot]
     slot_kind = np.full(len(slot), INFILL if regions[0].known else GENERATION, np.int8)
     if boundary_weight > 0:
         ends = np.array([r.stop for r in regions if r.known and r.stop < n], np.int64)

@@ -139,7 +139,7 @@ class Trainer:
             rate *= step / max(1, config.warmup)
         for group in self.optimiser.param_groups:
             group["lr"] = group["peak"] * max(rate, 1e-3 if not warm else 0.0)
-        loss, terms = slot_loss(self.model, forward.hidden(batch), batch)
+        loss, terms = slot_loss(self.model, forward.hidden(batch), batch, certainty_weight=config.certainty_weight)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, config.clip, foreach=True)
         self.optimiser.step()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dllm.training.corruption import CorruptionConfig, corrupt, draw_gaps, sample_masks
+from dllm.training.corruption import CorruptionConfig, corrupt, draw_gaps, mask_weights, sample_masks
 from dllm.training.layout import BOUNDARY, FIRST_BLOCK_GROUP, GENERATION, INFILL
 
 STOP, START, FILLER = 2, 0, 15
@@ -194,3 +194,35 @@ def test_bad_numbers_are_named(change: dict, words: str) -> None:
 def test_a_document_of_one_token_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens must hold at least 2 tokens: got 1"):
         corrupt(np.array([5]), 0, BLOCKS, np.random.default_rng(0))
+
+
+def test_a_tail_block_masks_everything_from_a_random_slot_on_and_differs_between_copies():
+    slots = np.zeros(83, bool)
+    slots[3:] = True
+    block = (np.arange(83) - 3) // 8
+    masks = sample_masks(slots, block, 4, np.random.default_rng(3), tail_share=1.0)
+    assert not masks[:, :3].any()
+    starts = []
+    for copy in masks[:, 3:].reshape(4, 10, 8):
+        first = copy.argmax(1)
+        assert (copy == (np.arange(8) >= first[:, None])).all()
+        starts.append(first)
+    assert len({tuple(s) for s in starts}) == 4
+    assert set(np.concatenate(starts)) > {0, 7}
+
+
+def test_blocks_that_are_no_tails_stay_complementary():
+    slots, block = np.ones(8000, bool), np.arange(8000) // 8
+    masks = sample_masks(slots, block, 2, np.random.default_rng(4), tail_share=0.5).reshape(2, 1000, 8)
+    tail = (masks[0] == (np.arange(8) >= masks[0].argmax(1)[:, None])).all(1)
+    others = masks[:, ~tail]
+    full = others.all(2)  # a copy without a mask would get one, so the pair of a full block is no complement
+    pure = ~full.any(0)
+    assert (others[0, pure] != others[1, pure]).all()
+    assert 300 < (~tail).sum() < 700
+
+
+def test_mask_weights_fall_with_the_masks_before_in_the_same_block():
+    masks = np.array([[0, 1, 1, 0, 1, 1], [1, 0, 0, 1, 1, 1]], bool)
+    weights = mask_weights(masks, np.array([0, 0, 0, 1, 1, 1]), 0.5)
+    assert weights[masks].tolist() == [1, 0.5, 1, 0.5, 1, 1, 0.5, 0.25]

@@ -1,5 +1,7 @@
 """The training forward and its loss against plain formulas."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,6 +66,31 @@ def test_loss_is_the_weighted_mean_over_slots_whatever_the_chunk() -> None:
         torch.testing.assert_close(sums[kind, 1], entropy[here].sum())
         assert sums[kind, 2] == (logits[here].argmax(-1) == batch.slot_token[here]).sum()
         assert sums[kind, 3] == (logits[here].softmax(-1).amax(-1) > 0.9).sum()
+
+
+@pytest.mark.parametrize("chunk", [10_000, 100])
+def test_certainty_adds_the_entropy_of_right_slots_only(chunk: int) -> None:
+    model, batch = model_and_batch()
+    hidden = TrainingForward(model, "sdpa", compiled=False).hidden(batch)
+    logits = model.head(hidden.flatten(0, 1)[batch.slot_row])
+    # Half of the labels become the model's own choice, so that there are right slots and wrong ones.
+    token = torch.where(torch.arange(len(batch.slot_token)) % 2 == 0, logits.argmax(-1), batch.slot_token)
+    batch = replace(batch, slot_token=token)
+    law = torch.distributions.Categorical(logits=logits)
+    right = logits.argmax(-1) == token
+    assert 0 < right.sum() < len(right)
+    loss = F.cross_entropy(logits, token, reduction="none") + 0.7 * right * law.entropy()
+    expected = (loss * batch.slot_weight).sum() / batch.slot_weight.sum()
+    found, sums = slot_loss(model, hidden, batch, chunk, certainty_weight=0.7)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(
+        torch.autograd.grad(found, [first_lora(model)], retain_graph=True),
+        torch.autograd.grad(expected, [first_lora(model)]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+    # What is reported stays the plain cross-entropy.
+    assert torch.equal(sums, slot_loss(model, hidden, batch, chunk)[1])
 
 
 def test_off_the_gpu_sdpa_is_taken() -> None:
