@@ -44,10 +44,11 @@ class GenerationConfig:
     each prompt. callback_on_step_end(lm, step, step, kwargs): called after each step with canvas, masked [B', L], transfer_index
     [B', S] and rows, the loop's own tensors of the rows still running. streamer: transformers' put(ids) and end(), one row; it gets
     the prompt, then new tokens in text order as they become final. resize: a ``dllm.resize.Resize``, by which masked slots may grow and
-    shrink (DreamOn). cfg_scale s > 0: classifier-free guidance, l_u + (s + 1) (l_c - l_u), where l_u are the logits with all given
-    tokens masked; every forward then holds each row twice. logits_processor(logits [B', S, V], slots [B', S]) -> logits: applied
-    before everything that looks at the law, confidence included. options: numbers of the chosen sampler and cache (``threshold``,
-    ``freeze_delay``, ...), checked against the chosen objects.
+    shrink (DreamOn). guide: an ``ARGuide`` that decides how far each draft is kept. verifier: "free_dave", "s2d2" or an object
+    (``FreeDave``, ``S2D2``, ``SimSD``) by which drafts are judged. cfg_scale s > 0: classifier-free guidance, l_u + (s + 1) (l_c - l_u),
+    where l_u are the logits with all given tokens masked; every forward then holds each row twice. logits_processor(logits
+    [B', S, V], slots [B', S]) -> logits: applied before everything that looks at the law, confidence included. options: numbers of the
+    chosen sampler, cache, guide or verifier (``threshold``, ``freeze_delay``, ...), checked against the chosen objects.
     """
 
     max_new_tokens: int = 256
@@ -67,6 +68,8 @@ class GenerationConfig:
     stop_strings: str | Sequence[str] | None = None
     eos_token_id: int | Sequence[int] | None = None
     resize: Any = None
+    guide: Any = None
+    verifier: Any = None
     cfg_scale: float = 0.0
     logits_processor: Callable[..., Any] | None = None
     streamer: Any = None
@@ -113,6 +116,22 @@ class GenerationConfig:
         _number("cfg_scale", self.cfg_scale, 0.0, None)
         if self.resize is not None and not callable(getattr(self.resize, "widen", None)):
             raise TypeError(f"resize must be a dllm.resize.Resize: got {self.resize!r}")
+        if self.resize is not None and hasattr(self.block_length, "next"):
+            raise ValueError("block_length must be an int with resize, which moves slots: got a BlockPolicy")
+        if (
+            self.guide is not None
+            and not isinstance(self.guide, str)
+            and not callable(getattr(self.guide, "start", None))
+        ):
+            raise TypeError(f"guide must have start(loop), as an ARGuide: got {self.guide!r}")
+        if self.guide is not None and self.verifier is not None:
+            raise ValueError("guide and verifier must not both be given: each decides alone what a step commits")
+        if isinstance(self.guide, str):
+            raise TypeError(f"guide must be an ARGuide (ARGuide.from_pretrained({self.guide!r})): got a str")
+        if self.guide is not None and self.sampler is not None:
+            raise ValueError(
+                "guide and sampler must not both be given: the guide decides which slots are committed, from left to right"
+            )
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise TypeError(f"logits_processor must be callable: got {self.logits_processor!r}")
         if self.streamer is not None and not all(callable(getattr(self.streamer, m, None)) for m in ("put", "end")):

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm.block_lengths import BlockLengths
 from dllm.cache.block import storing
 from dllm.denoise_state import banned_tokens, check_request, check_step, first_slot, remember, settle
+from dllm.hooks import Proposal
 from dllm.kernels.row_stats import row_stats
 from dllm.model.kv_store import KVStore
 from dllm.noise import STREAM_TOKEN
@@ -41,6 +43,9 @@ class DenoiseLoop:
         check_request(model, request, batch)
         self.walk = BlockWalk(request.canvas, request.spec, request.block_length)
         self.state = self.walk.state
+        self.lengths: BlockLengths | None = None
+        if not isinstance(request.block_length, int):
+            self.lengths = BlockLengths(request.block_length, self.walk, request.spec)
         self.final = list(self.walk.rows)
         self.results: list[list[int]] = [row.tolist() for row in request.canvas.ids]
         self.columns = torch.arange(width, device=self.device)
@@ -74,6 +79,9 @@ class DenoiseLoop:
         self.closed_ids = torch.zeros_like(self.banned)
         self.closed_ids[list(request.closed_ids)] = True
         self.stats = Stats()
+        self.hook = None if request.hook is None else request.hook(self)
+        # Rows that ride in the loop's own forward: shadows, or what a verifier adds.
+        self.riders: Any = self.hook if getattr(self.hook, "extends", False) else self.shadow
         self.started = time.perf_counter()
         self._drop_finished()
 
@@ -86,6 +94,12 @@ class DenoiseLoop:
         """Denoise until every row is done; yields after each step that decoded something."""
         while self.rows:
             plan = _trim(self.request.cache.plan(self.state))
+            asked = [] if self.lengths is None else self.lengths.ask_before_forward(plan, self.hidden, self._logits)
+            if asked:
+                plan = _trim(self.request.cache.plan(self.state))
+                if self.corruption is not None:
+                    # Their slots got random tokens for a guess of the length; those of a slot are always the same.
+                    self.corruption.seeded[asked] = -1
             if self.corruption is not None:
                 self.corruption.seed(self.walk, self.noise)
             first_only = storing(self.state) if plan.first_only is None else plan.first_only
@@ -141,8 +155,12 @@ class DenoiseLoop:
             setattr(self, name, None if value is None else value[keep])
         self.sampler_history = {name: value[keep] for name, value in self.sampler_history.items()}
         self.noise = self.noise.select(keep)
+        if self.lengths is not None:
+            self.lengths.select(keep)
         if self.corruption is not None:
             self.corruption.select(keep)
+        if self.hook is not None:
+            self.hook.select(keep)
 
     @torch.no_grad()
     def _forward(self, plan: Plan) -> bool:
@@ -163,7 +181,11 @@ class DenoiseLoop:
             self.store.extent = int(ends[-1]) + 1 if len(ends) else 0
             key_group = torch.where(readable, state.group, PADDING_GROUP)[:, : self.store.extent]
         ids, masked, positions = (x.gather(1, rows) for x in (state.canvas, state.masked, state.position))
-        extra = {} if self.corruption is None else self.corruption.extra(target, masked)
+        extra = {}
+        if self.corruption is not None:
+            # A slot of the open block stays a row of the canvas after its commit; it turns into text with its block.
+            opened = (rows >= state.lo[:, None]) & (rows < state.hi[:, None])
+            extra = self.corruption.extra(target, masked | opened)
         write, places = plan.write if self.store is not None else None, target
         if self.copies > 1:
             masked = torch.cat([masked, masked | self.given.gather(1, rows)])
@@ -175,17 +197,17 @@ class DenoiseLoop:
         attend = Attend.by_group(group, low, valid, key_group)
         embeds = self.model.embed(ids, masked, self.spec.mask_token_id)
         queries = rows.shape[1]
-        if self.shadow is not None:
-            rows, attend, embeds, positions, write = self.shadow.extend(plan, rows, attend, embeds, positions, write)
+        if self.riders is not None:
+            rows, attend, embeds, positions, write = self.riders.extend(plan, rows, attend, embeds, positions, write)
         hidden = self.model(None, positions, self.store, attend, embeds=embeds, rows=rows, write=write, **extra)
-        if self.shadow is not None:
-            hidden = self.shadow.split(hidden, queries)
+        if self.riders is not None:
+            hidden = self.riders.split(hidden, queries)
         if self.hidden is None:
             self.hidden = hidden.new_zeros(hidden.shape[0], width + 1, hidden.shape[-1])
         self.hidden.scatter_(1, spread(places, hidden), hidden)
         if self.store is not None:
             self.walk.wide["stored"].scatter_(1, torch.where(plan.write, target, width), True)
-        computed = plan.valid.sum(-1) + (0 if self.shadow is None else self.shadow.counts)
+        computed = plan.valid.sum(-1) + (0 if self.riders is None else self.riders.counts)
         state.forwards = state.forwards + (computed > 0)
         state.first_forward = False
         counts, decoded = torch.stack([computed, plan.decode.long()]).tolist()
@@ -203,6 +225,8 @@ class DenoiseLoop:
         """Laws of the open blocks, the sampler's decision, the commit, revisions, stops and block ends."""
         state, request = self.state, self.request
         width = state.canvas.shape[1]
+        if self.lengths is not None:
+            self.lengths.ask_after_forward(decode, self.hidden, self._logits)
         slots = state.lo[:, None] + self.columns[: max(row.hi - row.lo for row in self.rows)]
         inside = slots < state.hi[:, None]
         slots = slots.clamp(max=width - 1)
@@ -242,8 +266,14 @@ class DenoiseLoop:
             # The last step that the limit allows takes whatever is left.
             transfer = transfer | ((state.step + 1 >= self.limit)[:, None] & offered)
         transfer = transfer | (first_only[:, None] & offered)
-        tokens = torch.where(transfer, choice.tokens, canvas)
-        self.log_confidence += torch.where(transfer, laws.confidence.clamp(min=1e-30).log(), 0.0).sum(1)
+        chosen, confidence, steps = choice.tokens, laws.confidence, decode
+        if self.hook is not None:
+            proposal = Proposal(laws, slots, canvas, masked, offered, decode, row_state, chosen, transfer)
+            decision = self.hook.decide(proposal)
+            chosen, confidence, transfer = decision.tokens, decision.confidence, decision.transfer_index & offered
+            steps = decode if decision.steps is None else decision.steps
+        tokens = torch.where(transfer, chosen, canvas)
+        self.log_confidence += torch.where(transfer, confidence.clamp(min=1e-30).log(), 0.0).sum(1)
         settled = torch.ones_like(decode)
         if self.revise is not None:
             own = inside & ~masked & ~given & decode[:, None]
@@ -257,11 +287,17 @@ class DenoiseLoop:
         target = torch.where(transfer, slots, width)
         self.walk.wide["canvas"].scatter_(1, target, tokens)
         self.walk.wide["masked"].scatter_(1, target, False)
+        if self.lengths is not None:
+            self.lengths.remember(target, confidence)
         if self.corruption is not None:
-            self.corruption.renoise(self.walk, choice, masked & ~transfer & decode[:, None], slots)
+            # Committed slots keep their tokens and are conditioned on the last laws as the others are.
+            if choice.canvas is not None:
+                still_open = masked & ~transfer
+                choice = replace(choice, canvas=torch.where(still_open, choice.canvas, tokens))
+            self.corruption.renoise(self.walk, choice, inside & decode[:, None], slots)
         state.prev_lo = torch.where(decode, state.row_lo, state.prev_lo)
-        state.step = state.step + decode
-        self.decode_steps = self.decode_steps + decode
+        state.step = state.step + steps
+        self.decode_steps = self.decode_steps + steps
         self.num_steps += 1
 
         # One transfer to the host a step: faults, then where each row stands.
@@ -307,11 +343,15 @@ class DenoiseLoop:
             self.resizer.apply(self.walk, self.given, b, move)
         return view
 
-    def _logits(self, source: Tensor, slots: Tensor) -> Tensor:
-        """Logits [B, S, V] of the rows source [B, S], guided and processed; slots [B, S] are what they predict."""
-        assert self.hidden is not None, "decode before the first forward"
+    def _logits(self, source: Tensor, slots: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Logits [B, S, V] of the rows source [B, S], guided and processed; slots [B, S] are what they predict.
+
+        hidden [B, L + 1, D]: of other rows than the loop's own.
+        """
+        hidden = self.hidden if hidden is None else hidden
+        assert hidden is not None, "decode before the first forward"
         source = source.repeat(self.copies, 1)
-        logits = self.model.head(self.hidden.gather(1, spread(source, self.hidden)))
+        logits = self.model.head(hidden.gather(1, spread(source, hidden)))
         if self.copies > 1:
             conditional, unconditional = logits.chunk(2)
             logits = unconditional + (self.request.cfg_scale + 1) * (conditional - unconditional)
@@ -334,7 +374,7 @@ class DenoiseLoop:
 
     def _laws(self, logits: Tensor, slots: Tensor, banned: Tensor) -> RowStats:
         request = self.request
-        needs = request.sampler.needs
+        needs = request.sampler.needs | (frozenset() if self.hook is None else self.hook.needs)
         law = uniform = previous = None
         if request.temperature > 0:
             uniform = self.noise.uniform(slots, self.decode_steps, STREAM_TOKEN)

@@ -1,6 +1,8 @@
 """Filling gaps: given parts stay untouched, every gap gets a given or a searched number of tokens.
 
-A length may be given. "auto" is a search scored by the model, or, for a model trained with an end-of-gap filler, one window:
+A length may be given. "auto" is a search scored by the model, or what the model was trained for, a gap that grows or a window:
+- ``grow`` (DreamOn): the gap starts with a few masks; the model doubles masks and removes them as it fills, up to ``max_length`` slots.
+  One pass, one gap a row.
 - ``window``: the gap is opened ``max_length`` slots wide; the model closes it with the filler token; what stands before the first
   filler is the fill. One pass, any number of gaps.
 - ``score``: every length of a geometric ladder up to ``max_length`` is filled (one batch), and the fill with the highest mean log
@@ -22,10 +24,13 @@ from dllm.denoise import DenoiseLoop, DenoiseResult
 from dllm.noise import CounterNoise
 from dllm.output import InfillOutput, Stats
 from dllm.prompts import apply_template, encode_text
+from dllm.resize import Resize
 
 if TYPE_CHECKING:
     from dllm.pipeline import DiffusionLM
 
+START_LENGTH = 4
+"""Masks that a growing gap starts with."""
 _MARK = re.compile(r"\{\{\s*([A-Za-z_]\w*)\s*\}\}")
 _NOT_FOR_INFILL = (
     "max_new_tokens",
@@ -70,8 +75,9 @@ def infill(
     """See ``DiffusionLM.infill``."""
     options = dict(kwargs)
     method = options.pop("length_method", None)
-    if method not in (None, "score", "window"):
-        raise ValueError(f"length_method must be 'score', 'window' or None: got {method!r}")
+    if method not in (None, "score", "window", "grow"):
+        raise ValueError(f"length_method must be 'score', 'window', 'grow' or None: got {method!r}")
+    start_length = options.pop("start_length", None)
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1:
         raise ValueError(f"max_length must be an int >= 1: got {max_length!r}")
     for name in options:
@@ -87,17 +93,23 @@ def infill(
         config = replace(config, noise=CounterNoise.for_rows(config.seed, len(tasks), lm.device), seed=None)
     elif len(tasks) > 1 and not callable(getattr(config.noise, "select", None)):
         raise TypeError(f"noise must have select(keep) for a batch of {len(tasks)}: got {config.noise!r}")
-    search = method or ("window" if lm.spec.filler_token_id is not None else "score")
+    grows = lm.spec.expand_token_id is not None and lm.spec.delete_token_id is not None
+    search = method or ("grow" if grows else "window" if lm.spec.filler_token_id is not None else "score")
+    if search == "grow" and not grows:
+        raise ValueError(
+            "length_method='grow' needs a model with expand and delete tokens (spec.expand_token_id, spec.delete_token_id): use 'score'"
+        )
     if search == "window" and lm.spec.filler_token_id is None:
         raise ValueError(
             "length_method='window' needs a model trained with an end-of-gap filler (spec.filler_token_id): use 'score'"
         )
     fixed = [b for b, t in enumerate(tasks) if None not in t.lengths]
     open_rows = [b for b in range(len(tasks)) if b not in fixed]
+    config, start_length = _growing(config, max_length, start_length, bool(open_rows) and search == "grow")
     total = Stats()
     filled: dict[int, _Filled] = {}
     if fixed:
-        _run(lm, config, [tasks[b] for b in fixed], fixed, filled, total)
+        _run(lm, replace(config, resize=None), [tasks[b] for b in fixed], fixed, filled, total)
     if open_rows and search == "window":
         wide = [
             _Task(tasks[b].texts, tasks[b].parts, [max_length if n is None else n for n in tasks[b].lengths])
@@ -106,10 +118,36 @@ def infill(
         searched = [[n is None for n in tasks[b].lengths] for b in open_rows]
         _run(lm, config, wide, open_rows, filled, total, searched)
         _cut_at_filler(lm, [tasks[b] for b in open_rows], open_rows, filled)
+    elif open_rows and search == "grow":
+        if any(len(tasks[b].lengths) > 1 for b in open_rows):
+            raise ValueError("length 'auto' for several gaps in a row cannot grow: give lengths")
+        small = [_Task(tasks[b].texts, tasks[b].parts, [start_length]) for b in open_rows]
+        _run(lm, config, small, open_rows, filled, total)
     elif open_rows:
         for b in open_rows:
             filled[b] = _search(lm, config, tasks[b], b, max_length, total)
     return _output(lm, tasks, filled, total)
+
+
+def _growing(config: GenerationConfig, max_length: int, start_length: Any, grow: bool) -> tuple[GenerationConfig, int]:
+    """The config by which gaps grow, and their first length; the whole gap is one block, and it may expand three times a slot."""
+    if not grow:
+        if start_length is not None or config.resize is not None:
+            name = "start_length" if start_length is not None else "resize"
+            raise ValueError(
+                f"{name} goes with gaps that grow (length 'auto' with length_method 'grow'): got it without"
+            )
+        return config, 0
+    if start_length is None:
+        start_length = min(START_LENGTH, max_length)
+    if isinstance(start_length, bool) or not isinstance(start_length, int) or not 1 <= start_length <= max_length:
+        raise ValueError(f"start_length must be an int in [1, max_length {max_length}]: got {start_length!r}")
+    resize = Resize(max_length, 3 * max_length) if config.resize is None else config.resize
+    if resize.max_gap_length != max_length:
+        raise ValueError(
+            f"max_length {max_length} and resize.max_gap_length must be equal: got {resize.max_gap_length}"
+        )
+    return replace(config, resize=resize, block_length=config.block_length or max_length), start_length
 
 
 def _tasks(
@@ -226,6 +264,9 @@ def _run(
     _add(total, result.stats)
     for i, row in enumerate(rows):
         spans = _spans(tasks[i])
+        if config.resize is not None:
+            # The one gap begins where it began and has the slots that it has grown to.
+            spans = [(spans[0][0], spans[0][0] + result.useful[i])]
         ids = [result.canvas[i][start:stop] for start, stop in spans]
         count = sum(stop - start for start, stop in spans)
         history = None if result.history is None else result.history[i]
@@ -241,6 +282,8 @@ def _denoise(
 ) -> DenoiseResult:
     parts, lengths = [t.parts for t in tasks], [[int(n or 0) for n in t.lengths] for t in tasks]
     canvas = infill_canvas(parts, lengths, lm._canvas_spec(config), lm.device)
+    if config.resize is not None:
+        canvas = config.resize.widen(canvas, lm.spec)
     windows = None
     if searched is not None:
         windows = torch.zeros_like(canvas.masked)
@@ -250,7 +293,7 @@ def _denoise(
     # A noise object of the user's without select can serve its one row.
     select = getattr(config.noise, "select", None)
     noise = config.noise if select is None else select(torch.tensor(rows, device=lm.device))
-    loop = DenoiseLoop(lm.model, lm._request(config, canvas, infill=True, noise=noise, windows=windows))
+    loop = DenoiseLoop(lm.engine.model, lm._request(config, canvas, infill=True, noise=noise, windows=windows))
     for view in loop.run():
         lm._notify(config, view)
     return loop.result()

@@ -13,6 +13,7 @@ from torch import Tensor
 from dllm.canvas import Canvas, generation_canvas, pin
 from dllm.config import GenerationConfig
 from dllm.denoise import DenoiseLoop, DenoiseRequest, DenoiseResult, StepView
+from dllm.device_loop import Engine
 from dllm.families.loading import load_checkpoint, override_spec
 from dllm.infill import infill as run_infill
 from dllm.likelihood import loglikelihood
@@ -22,7 +23,7 @@ from dllm.model.weights import load_state
 from dllm.noise import CounterNoise
 from dllm.output import GenerationOutput, InfillOutput
 from dllm.prompts import encode_prompts, masked_rows
-from dllm.registry import ASSETS, accepted_numbers, resolve_cache, resolve_sampler, shipped_models
+from dllm.registry import ASSETS, accepted_numbers, resolve_cache, resolve_hook, resolve_sampler, shipped_models
 from dllm.streaming import StreamerFeed, StreamEvent, TextDelta, guessed_ids
 from dllm.target import load_tokenizer, target_folder
 from dllm.types import DecodeSpec
@@ -41,6 +42,16 @@ class DiffusionLM:
             )
         self.model, self.spec, self.tokenizer = model, spec, tokenizer
         self.config = dict(config or {})
+        self._engine = Engine(model)
+        # Folder of the AR checkpoint under the adapter; None for a model that is none.
+        self.base_folder: Path | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """What runs requests on this model's device; another one if ``model`` was replaced."""
+        if self._engine.plain is not self.model:
+            self._engine = Engine(self.model)
+        return self._engine
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +107,9 @@ class DiffusionLM:
         except TypeError as error:
             raise ValueError(f"{folder / CONFIG_NAME}: spec does not fit: {error}") from error
         model = fold(base, adapter, load_state(folder))  # type: ignore[arg-type]
-        return cls(model, override_spec(spec, spec_overrides), load_tokenizer(base_folder), config)
+        lm = cls(model, override_spec(spec, spec_overrides), load_tokenizer(base_folder), config)
+        lm.base_folder = base_folder
+        return lm
 
     @torch.no_grad()
     def forward(self, input_ids: Any, attention_mask: Any = None) -> Tensor:
@@ -145,7 +158,10 @@ class DiffusionLM:
             canvas = pin(canvas, flags, self.spec)
             canvas = canvas if config.resize is None else config.resize.widen(canvas, self.spec)
             prompts = [p[: row[0][0]] if row else p for p, row in zip(prompts, canvas.regions, strict=True)]
-        loop = DenoiseLoop(self.model, self._request(config, canvas))
+        request = self._request(config, canvas)
+        if config.streamer is None and config.callback_on_step_end is None and self.engine.refuses(request) is None:
+            return self._output(self.engine.run(request), [len(p) for p in prompts])
+        loop = DenoiseLoop(self.engine.model, request)
         feed = None
         if config.streamer is not None:
             if len(prompts) > 1:
@@ -184,7 +200,7 @@ class DiffusionLM:
         if config.streamer is not None:
             raise ValueError("stream gives events itself: streamer goes with generate")
         prompts = self._prompts(prompt, messages, input_ids, attention_mask, use_chat_template, config)
-        loop = DenoiseLoop(self.model, self._request(config, self._generation_canvas(prompts, config)))
+        loop = DenoiseLoop(self.engine.model, self._request(config, self._generation_canvas(prompts, config)))
         return self._events(config, loop, prompts, provisional)
 
     def _events(
@@ -225,7 +241,8 @@ class DiffusionLM:
         """Fill the gap between prefix and suffix, or the gaps of a template.
 
         Raw text unless ``messages`` is given (a conversation whose answer begins with prefix and ends with suffix). length: tokens of
-        the gap, an int (or one a row), or "auto": see ``dllm.infill``. template: text with ``{{name}}`` marks; gaps: a length or
+        the gap, an int (or one a row), or "auto": see ``dllm.infill`` (length_method="score" | "window" | "grow" chooses how, and
+        start_length the first length of a gap that grows). template: text with ``{{name}}`` marks; gaps: a length or
         "auto" for each name. kwargs: as for ``generate``, without lengths and stops.
         """
         return run_infill(self, prefix, suffix, length, max_length, messages, template, gaps, kwargs)
@@ -297,7 +314,10 @@ class DiffusionLM:
         noise: replaces what the config says; windows: slots [B, L] bool of gaps that the filler token may close (infill).
         """
         options = dict(config.options)
-        sampler_name = self.spec.default_sampler if config.sampler is None else config.sampler
+        hook, takers = resolve_hook(self, config, options)
+        # A guide reads the draft and commits by itself.
+        default = "sequential" if config.guide is not None else self.spec.default_sampler
+        sampler_name = default if config.sampler is None else config.sampler
         shared = dict(options)
         sampler = resolve_sampler(sampler_name, options, {"threshold": self.spec.default_threshold})
         # A number that both have (the length of sub-blocks) goes to both.
@@ -308,6 +328,7 @@ class DiffusionLM:
                 f"unknown argument {sorted(options)[0]!r}; accepted: {sorted(GenerationConfig.__dataclass_fields__.keys() - {'options'})}, "
                 f"numbers of sampler {type(sampler).__name__}: {accepted_numbers(sampler)}, of cache {type(cache).__name__}: "
                 f"{accepted_numbers(cache)}"
+                + "".join(f", of {type(taker).__name__}: {accepted_numbers(taker)}" for taker in takers)
             )
         cache.check(self.spec)
         if noise is None:
@@ -322,7 +343,8 @@ class DiffusionLM:
         if config.resize is None:
             never.append(self.spec.expand_token_id)
         if infill:
-            never += list(self.spec.eos_token_ids)
+            keep = None if config.resize is None else self.spec.delete_token_id
+            never += [token for token in self.spec.eos_token_ids if token != keep]
         for token in never:
             if token is not None:
                 banned[token] = True
@@ -356,6 +378,7 @@ class DiffusionLM:
             logits_processor=config.logits_processor,
             find_stop=stop_finder(config.stops, self.tokenizer, self._decode),
             want_history=config.output_history,
+            hook=hook,
         )
 
     def _decode(self, ids: list[int]) -> str:

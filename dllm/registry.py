@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ CACHES: dict[str, str] = {
     "dkv": "dllm.cache.delayed:DelayedCache",
     "sub_block": "dllm.cache.sub_block:SubBlockCache",
 }
+VERIFIERS: dict[str, str] = {
+    "free_dave": "dllm.samplers.free_dave:FreeDave",
+    "s2d2": "dllm.samplers.s2d2:S2D2",
+}
 ASSETS = Path(__file__).parent / "assets"
 
 
@@ -61,6 +66,37 @@ def resolve_sampler(value: Any, options: dict[str, Any], defaults: Mapping[str, 
 def resolve_cache(value: Any, options: dict[str, Any]) -> Any:
     """A cache object from a name with its numbers (taken out of ``options``), or the object itself."""
     return _resolve("cache", CACHES, value, options, {}, method="plan")
+
+
+def resolve_verifier(value: Any, options: dict[str, Any]) -> Any:
+    """A verifier object from a name with its numbers (taken out of ``options``), or the object itself."""
+    if isinstance(value, str):
+        return _resolve("verifier", VERIFIERS, value, options, {}, method="")
+    if isinstance(value, type) or not (callable(getattr(value, "start", None)) or hasattr(value, "hook")):
+        raise TypeError(f"verifier must be one of {sorted(VERIFIERS)} or an object such as SimSD(...): got {value!r}")
+    return value
+
+
+def hook_starter(verifier: Any) -> Any:
+    """What makes, from a loop, the verifier at work: its own ``start``, or the class that its ``hook`` names."""
+    if callable(getattr(verifier, "start", None)):
+        return verifier.start
+    module, name = verifier.hook.split(":")
+    return partial(getattr(importlib.import_module(module), name), rule=verifier)
+
+
+def resolve_hook(lm: Any, config: Any, options: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """What starts the guide or verifier of a config in a loop, or None; and the objects whose numbers it takes out of ``options``."""
+    if config.guide is not None:
+        guide = config.guide
+        known = set(accepted_numbers(getattr(guide, "rule", None)))
+        given = {name: options.pop(name) for name in list(options) if name in known}
+        guide = guide.with_rule(**given) if given else guide
+        return partial(guide.start, tokenizer=lm.tokenizer), [getattr(guide, "rule", None)]
+    if config.verifier is not None:
+        verifier = resolve_verifier(config.verifier, options)
+        return hook_starter(verifier), [verifier]
+    return None, []
 
 
 def accepted_numbers(value: Any) -> list[str]:

@@ -20,7 +20,7 @@ class DenoiseRequest:
 
     banned: bool [V], ids that may never be committed; closed_ids may not be committed where closed_slots (bool [B, L]) either.
     max_denoising_steps: steps per block, an int or one a row; None: no limit. cfg_scale, logits_processor, resize: as in
-    ``GenerationConfig``.
+    ``GenerationConfig``. hook: makes, from the loop, the guide or verifier at work in this call (``dllm.hooks.Hook``), or None.
     """
 
     canvas: Canvas
@@ -41,6 +41,7 @@ class DenoiseRequest:
     resize: Resize | None = None
     cfg_scale: float = 0.0
     logits_processor: Callable[[Tensor, Tensor], Tensor] | None = None
+    hook: Callable[[Any], Any] | None = None
     find_stop: Callable[[list[int]], tuple[int, str] | None] | None = None
     want_history: bool = False
 

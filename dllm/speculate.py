@@ -1,4 +1,5 @@
-"""Draft-and-verify decoding of AR models: the public face. The loop is ``speculate_loop.py``.
+"""Draft-and-verify decoding of AR models: the public face. The loop is ``speculate_loop.py``;
+on CUDA, for a target on our decoder, whole rounds run as graphs (``speculate_device.py``).
 
 What a call is asked for: ``speculate_request.py``; state and judgement of a round: ``speculate_state.py``; the target's
 side (our decoder, Hugging Face models): ``speculate_targets.py``; when drafting pays: ``draft_cost.py``.
@@ -14,6 +15,7 @@ import torch
 from dllm.drafters.drafter import Drafter
 from dllm.drafters.target import Target
 from dllm.output import GenerationOutput
+from dllm.speculate_device import kept_rounds, refuses, speculate_on_device
 from dllm.speculate_loop import RoundView, SpeculateResult, SpeculativeLoop
 from dllm.speculate_request import Settings, read_settings
 from dllm.streaming import StreamerFeed, StreamEvent, TextDelta
@@ -45,6 +47,8 @@ def speculative_generate(
         raise ValueError(
             f"streamer takes one row: got {len(read.request.prompts)}; use speculative_stream, which takes a batch"
         )
+    if not _watches(read) and refuses(target, drafter, read.request) is None:
+        return _output(speculate_on_device(target, drafter, read.request, kept_rounds(target)), read)
     loop = SpeculativeLoop(target, drafter, read.request, watch=_watches(read))
     if config.streamer is not None:
         feed = StreamerFeed(config.streamer, read.request.prompts[0], read.decode, config.stops)

@@ -133,12 +133,16 @@ class SpeculativeLoop:
         """Decode until every row is done; with ``watch`` a view of the prefill and of each round."""
         if self.request.max_new_tokens == 0:
             return
+        yield from self.begin()
+        while self.live:
+            yield from self._round(self._num_drafts())
+
+    def begin(self) -> list[RoundView]:
+        """Read the prompts and choose each row's first token; with ``watch`` the view of that."""
         self.started = self._now()
         views = self._prefill()
         self.stats.prefill_s = self._now() - self.started
-        yield from views
-        while self.live:
-            yield from self._round(self._num_drafts())
+        return views
 
     def result(self) -> SpeculateResult:
         """The outcome, once ``run`` is exhausted."""

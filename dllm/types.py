@@ -370,7 +370,9 @@ class PolicyState:
     """What a block policy may look at: nothing of the tokens whose fate it decides (notes: non-anticipating).
 
     position [B], remaining [B] int64: first slot of the coming block and slots left; confidence: of the block before, [B, S] or None;
-    hidden [B, D] and top_logits [B, k]: last row of the prefill, or None; default: the model's own block length.
+    hidden [B, D] and top_logits [B, k]: last row of the prefill, or None; default: the model's own block length; total [B] int64: slots
+    of the whole gap, or None; delimiter_confidence [B, W] fp32: for a ``ForesightPolicy``, of the coming W slots, the probability of each
+    arg-max that is one of its delimiters, 0 at the others.
     """
 
     position: Tensor
@@ -379,12 +381,30 @@ class PolicyState:
     confidence: Tensor | None = None
     hidden: Tensor | None = None
     top_logits: Tensor | None = None
+    total: Tensor | None = None
+    delimiter_confidence: Tensor | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
 class BlockPolicy(Protocol):
-    """Length of the next block; one type for denoising blocks and for draft lengths."""
+    """Length of the next block; one type for denoising blocks and for draft lengths.
+
+    A policy may also have ``check(spec)``, which raises ValueError for a diffusion model that it has no meaning for.
+    """
+
+    def next(self, state: PolicyState) -> int: ...
+
+
+@runtime_checkable
+class ForesightPolicy(Protocol):
+    """A block policy of a bidirectional model that wants to know where the block's first forward expects a delimiter."""
+
+    delimiter_ids: tuple[int, ...]
+
+    def window(self, total: int, remaining: int) -> int:
+        """How many of the coming ``remaining`` slots of a gap of ``total`` slots to look at."""
+        ...
 
     def next(self, state: PolicyState) -> int: ...
 

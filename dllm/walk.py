@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm.canvas import GAP_GROUP, Canvas
+from dllm.canvas import GAP_GROUP, UNOPENED_GROUP, Canvas
 from dllm.output import HistoryFrame, Stats
-from dllm.types import BlockPolicy, DecodeSpec, DenoiseState, PolicyState
+from dllm.types import BlockPolicy, DecodeSpec, DenoiseState
 
 WIDE = ("canvas", "masked", "stored")
 """Fields of the state that have a bin column at the end, into which masked writes go."""
@@ -21,7 +21,8 @@ class RowWalk:
     """Host-side book-keeping of one row.
 
     index: its place in the call's batch; regions, anchors: its gaps, see ``Canvas``; region: number of the open gap; counter: blocks
-    opened so far; lo, hi: first slot of the open block and one past its last; useful, reason, stop_text: how it ended.
+    opened so far; lo, hi: first slot of the open block and one past its last; pending: a policy has yet to say how long the open block
+    is, and hi is a guess; useful, reason, stop_text: how it ended.
     """
 
     index: int
@@ -31,6 +32,7 @@ class RowWalk:
     counter: int = 0
     lo: int = 0
     hi: int = 0
+    pending: bool = False
     done: bool = False
     useful: int = 0
     reason: str = "length"
@@ -127,29 +129,31 @@ class BlockWalk:
     def _open(self, b: int, slot: int) -> None:
         """Open row b's block at ``slot`` of its current gap; the block's rows get the next attention group."""
         row, state = self.rows[b], self.state
-        start, end = row.regions[row.region]
+        start = row.regions[row.region][0]
         row_lo = row.anchors[row.region] if slot == start else slot
-        length = self.block_length
-        if not isinstance(length, int):
-            length = self._ask(length, slot, end - slot)
-        hi = min(max(row_lo + length, slot + 1), end)
-        row.lo, row.hi = slot, hi
-        state.lo[b], state.hi[b], state.row_lo[b] = slot, hi, row_lo
+        state.lo[b], state.row_lo[b] = slot, row_lo
+        row.lo = slot
         if row.counter == 0:
             state.prev_lo[b] = row_lo
-        if self.spec.attention != "bidirectional":
-            state.group[b, row_lo:hi] = GAP_GROUP + row.counter
         state.block[b] = row.counter
         row.counter += 1
         state.step[b] = 0
-        state.row_bucket = max(state.row_bucket, hi - min(int(state.prev_lo[b]), row_lo))
+        row.pending = not isinstance(self.block_length, int)
+        self.set_length(b, self.block_length if isinstance(self.block_length, int) else self.spec.block_length)
 
-    def _ask(self, policy: BlockPolicy, slot: int, remaining: int) -> int:
-        one = torch.ones_like(self.state.lo[:1])
-        length = policy.next(PolicyState(one * slot, one * remaining, self.spec.block_length))
-        if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-            raise ValueError(f"a block policy must return an int >= 1: got {length!r}")
-        return length
+    def set_length(self, b: int, length: int) -> None:
+        """Let row b's open block have ``length`` rows, as far as its gap has them, and one slot at least."""
+        row, state = self.rows[b], self.state
+        end = row.regions[row.region][1]
+        row_lo, before = int(state.row_lo[b]), row.hi
+        row.hi = min(max(row_lo + length, row.lo + 1), end)
+        state.hi[b] = row.hi
+        if self.spec.attention != "bidirectional":
+            # What a longer guess had claimed goes back to the slots that wait.
+            if before > row.hi:
+                state.group[b, row.hi : before] = UNOPENED_GROUP
+            state.group[b, row_lo : row.hi] = GAP_GROUP + row.counter - 1
+        state.row_bucket = max(state.row_bucket, row.hi - min(int(state.prev_lo[b]), row_lo))
 
     def _bind(self) -> None:
         """Let the state see the wide tensors without their bin column."""

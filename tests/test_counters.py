@@ -8,6 +8,7 @@ from dllm.cache.block import BlockCache
 from dllm.cache.dual import DualCache
 from dllm.cache.free import FreeCache
 from dllm.cache.none import NoCache
+from tests.families.golden import golden_lm
 from tests.spy import Spy
 from tests.tiny import padded, prompt, tiny_lm
 
@@ -76,6 +77,43 @@ def test_dual_cache_runs_one_full_pass_at_a_blocks_start_then_s_rows(rule, lengt
 def test_dual_cache_refreshes_every_n_steps_of_a_block(rule, interval):
     expected = [5 + 16 if step % interval == 0 else S for _ in range(2) for step in range(S)]
     assert counts(DualCache(refresh_interval=interval), rule, 5, 16) == expected
+
+
+@pytest.mark.parametrize("folder", ["llada", "dream"])
+@pytest.mark.parametrize(("length", "gen", "block_length"), [(5, 12, 4), (9, 16, 8), (5, 11, 4)])
+@pytest.mark.parametrize("threshold", [ONE_A_STEP, 0.1])
+def test_dual_cache_on_llada_and_dream_computes_exactly_the_blocks_length_in_every_cached_step(
+    folder, length, gen, block_length, threshold
+):
+    lm, spy = golden_lm(folder), Spy(DualCache())
+    steps: list[int] = []
+    ids = prompt(length)
+    out = lm.generate(
+        input_ids=[ids],
+        max_new_tokens=gen,
+        block_length=block_length,
+        cache=spy,
+        threshold=threshold,
+        eos_token_id=[],
+        callback_on_step_end=lambda lm, step, timestep, kwargs: steps.append(int(kwargs["slots"][0, 0])),
+    )
+    # One forward a step; the first of each block computes everything, and decodes as well.
+    assert out.stats.nfe == len(steps) == len(spy.counts())
+    expected = []
+    for at, start in enumerate(steps):
+        rows = min(block_length, length + gen - start)
+        expected.append(length + gen if at == 0 or steps[at - 1] != start else rows)
+    assert spy.counts() == expected
+    assert out.stats.positions == sum(expected)
+    assert len(set(steps)) == -(-gen // block_length)
+    if threshold == ONE_A_STEP:
+        assert len(steps) == gen
+    else:
+        assert len(steps) < gen, "a step of several tokens costs the same rows"
+    # What the rows are: a shifted model reads slot i one row before it, but Dream's first slot comes from the full pass alone.
+    for forward, start, count in zip(spy.forwards, steps, expected, strict=True):
+        first = 0 if count == length + gen else start
+        assert forward.computed == [list(range(first, first + count))]
 
 
 @pytest.mark.parametrize("rule", BOTH)

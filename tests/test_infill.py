@@ -253,7 +253,11 @@ def test_given_parts_between_gaps_are_computed_once(cache):
         (dict(prefix="a", max_length=2.0), ValueError, "max_length must be an int >= 1"),
         (dict(prefix="a", length=300), ValueError, "must fit in 256 positions: row 0 needs 301"),
         (dict(prefix="a", max_length=300), ValueError, "must fit in 256 positions"),
-        (dict(prefix="a", length_method="guess"), ValueError, "length_method must be 'score', 'window' or None"),
+        (
+            dict(prefix="a", length_method="guess"),
+            ValueError,
+            "length_method must be 'score', 'window', 'grow' or None",
+        ),
         (dict(prefix="a", length=2, max_new_tokens=5), TypeError, "max_new_tokens has no meaning for infill"),
         (dict(prefix="a", length=2, gen_length=5), TypeError, "gen_length has no meaning for infill"),
         (dict(prefix="a", length=2, stop="x"), TypeError, "stop has no meaning for infill"),

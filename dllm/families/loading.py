@@ -77,7 +77,7 @@ def load_checkpoint(
             fill(module, chosen.sources(config), chosen.ignored(config), entries, wanted, placement)
         except ValueError as error:
             raise ValueError(f"{folder} as family {chosen.name!r}: {error}") from error
-        _restore_buffers(module, placement)
+        restore_buffers(module, placement)
     else:
         assert chosen.load is not None
         module = chosen.load(folder, config, wanted, single_device(target))
@@ -185,8 +185,12 @@ def _empty_module(family: Family, config: Mapping[str, Any]) -> nn.Module:
         return family.build(config)
 
 
-def _restore_buffers(module: nn.Module, placement: Mapping[str, torch.device]) -> None:
-    """Compute the buffers that no checkpoint stores and the meta device left empty; spread layers over devices."""
+def restore_buffers(module: nn.Module, placement: Mapping[str, torch.device]) -> None:
+    """Compute the buffers that no checkpoint stores and the meta device left empty; spread layers over devices.
+
+    placement: devices by module name as ``resolve_device_map`` gives them; "" is where inputs, heads and buffers are. Mutates module;
+    no parameter or buffer may be left on the meta device.
+    """
     home = placement[""]
     for part in module.modules():
         if isinstance(part, Decoder):

@@ -35,6 +35,9 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ValueError(f"device must be 'auto' or a torch device: got {device!r}") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device must exist on this machine: got {device!r} and CUDA is not available")
+    if chosen.type == "cuda" and chosen.index is None:
+        # A tensor says cuda:0, never cuda: without the index its device would look like another one.
+        chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
 
 
@@ -105,7 +108,7 @@ def spread(module: nn.Module, placement: Mapping[str, torch.device]) -> None:
                 f"device_map must keep a layer on one device: layers.{index} has {sorted(map(str, devices))}"
             )
         there = devices.pop()
-        if there != home:
+        if (there.type, there.index or 0) != (home.type, home.index or 0):
             layer.register_forward_pre_hook(
                 lambda _, args, kwargs, there=there: _move((args, kwargs), there), with_kwargs=True
             )

@@ -78,8 +78,8 @@ def test_what_an_engine_does_not_read_is_refused(engine, changes, message):
 
 def test_a_dfly_an_unknown_engine_and_an_unknown_target_are_named(tmp_path):
     target = hf_target()
-    with pytest.raises(ValueError, match="vllm has no method for a dfly"):
-        export_for_engine(random_drafter("dfly", target), tmp_path, "vllm", target="t")
+    with pytest.raises(ValueError, match="sglang has no method for a dfly"):
+        export_for_engine(random_drafter("dfly", target), tmp_path, "sglang", target="t")
     drafter = random_drafter("dflash", target)
     with pytest.raises(ValueError, match="engine must be one of"):
         export_for_engine(drafter, tmp_path, "tgi", target="t")  # type: ignore[arg-type]

@@ -163,6 +163,15 @@ def test_layers_on_another_device_get_their_inputs_there_and_answer_at_home():
     assert not other.model.layers[1]._forward_pre_hooks
 
 
+def test_a_device_without_its_index_is_the_same_device():
+    from dllm.families.placement import spread
+
+    lm = golden_lm("llada")
+    # Tensors on the CPU say "cpu"; on CUDA it is the other way round, tensors say "cuda:0" where "cuda" was asked for.
+    spread(lm.model, {"": torch.device("cpu", 0)})
+    assert not any(layer._forward_pre_hooks for layer in lm.model.layers)
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_a_decoder_spread_over_cpu_and_gpu_equals_the_whole_one():
