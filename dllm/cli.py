@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dllm.commands_eval import register as register_eval_commands
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -286,6 +288,15 @@ def train_drafter(context: typer.Context) -> None:
 
 
 @app.command(
+    "train-block-pilot", context_settings=_DELEGATED, help="Train a policy that predicts a request's block length."
+)
+def train_block_pilot(context: typer.Context) -> None:
+    from dllm.training.block_pilot_command import command
+
+    _delegate(command, "dllm train-block-pilot", context.args)
+
+
+@app.command(
     context_settings=_DELEGATED, help="Write a drafter as the folder that vLLM or SGLang loads, with its launch line."
 )
 def export(context: typer.Context) -> None:
@@ -294,12 +305,22 @@ def export(context: typer.Context) -> None:
     _delegate(command, "dllm export", context.args)
 
 
+@app.command(context_settings=_DELEGATED, help="Time kernels, steps and decoding beside their baselines.")
+def bench(context: typer.Context) -> None:
+    from dllm.evals.bench.run import main
+
+    with _plain_errors():
+        raise typer.Exit(main(context.args))
+
+
 def _delegate(command: Callable[..., Any], name: str, arguments: list[str]) -> None:
     other = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     other.command()(command)
     with _plain_errors():
         other(arguments, prog_name=name)
 
+
+register_eval_commands(app)
 
 if __name__ == "__main__":
     app()

@@ -1,0 +1,112 @@
+"""Our side of ``vllm_check``: what our loop answers and accepts, counted as vLLM counts, and how two answers are compared.
+
+vLLM counts every draft that a verify pass accepted, also behind a stop or the last token that was asked for: it cuts the
+answer afterwards. Our ``Stats`` count what was committed. So our loop runs past both here, and the passes that vLLM would
+have run are taken: those that begin before the answer is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dllm.drafters.drafter import Drafter
+from dllm.drafters.target import Target
+from dllm.evals.acceptance import measure_acceptance
+
+TIE_MARGIN = 1e-4
+"""Logits of two tokens that are closer than this in fp32 may be ranked either way by another order of summation."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Drafting of one answer or of many. passes: verify passes; drafts: accepted drafts, the target's own token apart."""
+
+    passes: int
+    drafts: int
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a pass, the target's own included (1.0 where nothing ran)."""
+        return 1 + self.drafts / self.passes if self.passes else 1.0
+
+    def __add__(self, other: Accepted) -> Accepted:
+        return Accepted(self.passes + other.passes, self.drafts + other.drafts)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers part. index: the first differing token; margin: by how much our target's logits prefer one of the two
+    there (None: one of the answers only goes on).
+    """
+
+    index: int
+    margin: float | None
+
+    @property
+    def is_tie(self) -> bool:
+        return self.margin is not None and self.margin < TIE_MARGIN
+
+
+def cut_answer(ids: Sequence[int], stop_ids: Collection[int], max_new_tokens: int) -> list[int]:
+    """The answer as a server gives it: up to and with the first stop token, at most ``max_new_tokens``."""
+    for index, token in enumerate(ids[:max_new_tokens]):
+        if token in stop_ids:
+            return list(ids[: index + 1])
+    return list(ids[:max_new_tokens])
+
+
+def passes_until(accept_lengths: Sequence[int], answer_length: int) -> Accepted:
+    """Passes that begin before ``answer_length`` tokens are there; the prefill gave the first one.
+
+    accept_lengths: tokens of each pass of a run that did not stop there, the target's own included.
+    """
+    have, passes, drafts = 1, 0, 0
+    for count in accept_lengths:
+        if have >= answer_length:
+            break
+        have, passes, drafts = have + count, passes + 1, drafts + count - 1
+    if have < answer_length:
+        raise ValueError(f"accept_lengths must reach {answer_length} tokens: got {have}")
+    return Accepted(passes, drafts)
+
+
+def our_answers(
+    target: Any,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    num_drafts: int,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    batch_size: int = 4,
+) -> list[tuple[list[int], Accepted]]:
+    """(answer ids with their stop token, drafting) of each prompt, greedy; batch_size: prompts decoded together."""
+    # The last pass of an answer starts at most one token before its end.
+    limit = max_new_tokens + num_drafts + 1
+    runs = measure_acceptance(target, drafter, prompts, limit, batch_size, num_drafts=num_drafts, eos_token_id=())
+    answers = [cut_answer(ids, stop_ids, max_new_tokens) for ids, _ in runs]
+    return [(answer, passes_until(lengths, len(answer))) for answer, (_, lengths) in zip(answers, runs, strict=True)]
+
+
+def first_difference(target: Any, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> Difference | None:
+    """None if the answers (token ids) are the same."""
+    if list(one) == list(other):
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    if index in (len(one), len(other)):
+        return Difference(index, None)
+    known = torch.tensor([[*prompt, *one[:index]]], device=target.device)
+    logits = Target.of(target).read(known, [0])[0][0, -1].float()
+    return Difference(index, float((logits[one[index]] - logits[other[index]]).abs()))
+
+
+def stop_ids_of(target: Any) -> frozenset[int]:
+    """The target's stop tokens: those of its generation config, as servers read them, or of its config."""
+    for owner in (target.generation_config, target.config):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
