@@ -17,6 +17,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from dllm.evals.demo_drafters import run_drafter_demo
 from dllm.evals.judge import Judge
 from dllm.evals.measure import Measurement, measure, render_table
 from dllm.evals.replay import ReplayRun, replay_run, write_replay
@@ -61,7 +62,8 @@ def run_demo(out: Path, max_new_tokens: int, console: Console) -> list[Measureme
     prompts = demo_prompts()
     with console.status("loading models (the first run converts SmolLM2 once, about half a minute)"):
         models = {name: DiffusionLM.from_pretrained(name) for name in (BLOCK_CAUSAL, BIDIRECTIONAL)}
-        judge = Judge(load_target("smollm2-135m"))
+        target = load_target("smollm2-135m")
+        judge = Judge(target)
     ids = [apply_template(models[BLOCK_CAUSAL].tokenizer, [{"role": "user", "content": p}]) for p in prompts]
     measurements: list[Measurement] = []
     replays: list[ReplayRun] = []
@@ -118,6 +120,8 @@ def run_demo(out: Path, max_new_tokens: int, console: Console) -> list[Measureme
             measurements, baseline="bd8 vanilla", intervals=False, title="What it cost (three prompts, batch 1)"
         )
     )
+    with console.status("the AR model with drafters") as status:
+        run_drafter_demo(console, target, prompts, max_new_tokens, lambda name: status.update(name))
     page = write_replay(out, replays, "dllm: diffusion language models at work")
     console.print(f"Replay of every step: [bold]{page}[/] (open it in a browser)", soft_wrap=True, highlight=False)
     console.print(f"{time.perf_counter() - started:.0f} s in all", style="dim")

@@ -61,5 +61,5 @@ def test_files_that_the_readme_links_to_exist() -> None:
 def test_shipped_models_are_the_ones_that_the_readme_names() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for folder in ASSETS.iterdir():
-        if (folder / "adapter_config.json").exists():
+        if (folder / "README.md").exists():
             assert f"`{folder.name}`" in text

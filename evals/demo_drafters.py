@@ -1,0 +1,162 @@
+"""The second table of the demo: an AR model alone, and with each shipped drafter, on the same prompts.
+
+Metric: useful tokens, the target's forwards, tokens a round, wall seconds after one warm-up, and whether the text is the same.
+The ratio is against the faster of two ways to run the AR model alone: our loop without a drafter, and transformers' ``generate``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from dllm.drafters.drafter import Drafter
+from dllm.prompts import apply_template
+from dllm.speculate import speculative_generate
+
+DRAFTERS = ("smollm2-135m-dflash", "smollm2-135m-dfly")
+
+
+@dataclass(frozen=True)
+class DraftedRun:
+    """One way to decode all prompts: token ids of each answer, forwards of target and drafter, seconds, tokens of each round."""
+
+    name: str
+    tokens: tuple[tuple[int, ...], ...]
+    nfe: int
+    draft_nfe: int
+    seconds: float
+    accept_lengths: tuple[int, ...]
+
+    @property
+    def useful_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Useful tokens per wall second, prefill included."""
+        return self.useful_tokens / max(self.seconds, 1e-9)
+
+
+def run_ours(
+    name: str, target: Any, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> DraftedRun:
+    """Greedy decoding in our loop, one prompt at a time (drafter None: the target alone)."""
+    _once(target, drafter, prompts[0])
+    tokens, accepted, nfe, draft_nfe = [], [], 0, 0
+    started = time.perf_counter()
+    for prompt in prompts:
+        out = speculative_generate(target, drafter, torch.tensor([list(prompt)]), max_new_tokens=max_new_tokens)
+        tokens.append(tuple(out.sequences[0, : out.lengths[0]].tolist()))
+        accepted += out.stats.accept_lengths
+        nfe, draft_nfe = nfe + out.stats.nfe, draft_nfe + out.stats.draft_nfe
+    return DraftedRun(name, tuple(tokens), nfe, draft_nfe, time.perf_counter() - started, tuple(accepted))
+
+
+def run_generate(name: str, target: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> DraftedRun:
+    """Greedy decoding by transformers' own ``generate``, one prompt at a time."""
+    stop = target.generation_config.eos_token_id
+    stops = {stop} if isinstance(stop, int) else set(stop or ())
+    tokens, nfe = [], 0
+
+    def answer(prompt: Sequence[int], count: int) -> list[int]:
+        ids = torch.tensor([list(prompt)])
+        mask = torch.ones_like(ids)
+        out = target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
+        return [int(t) for t in out[0, len(prompt) :]]
+
+    answer(prompts[0], 2)
+    started = time.perf_counter()
+    for prompt in prompts:
+        ids = answer(prompt, max_new_tokens)
+        nfe += len(ids)
+        tokens.append(tuple(ids[:-1] if ids and ids[-1] in stops else ids))
+    return DraftedRun(name, tuple(tokens), nfe, 0, time.perf_counter() - started, ())
+
+
+def _once(target: Any, drafter: Drafter | None, prompt: Sequence[int]) -> None:
+    """The first forward of a process sets up more than later ones do."""
+    speculative_generate(target, drafter, torch.tensor([list(prompt)]), max_new_tokens=2)
+
+
+def drafted_runs(
+    target: Any,
+    drafters: dict[str, Drafter],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    on_run: Callable[[str], None] = lambda name: None,
+) -> list[DraftedRun]:
+    """transformers' ``generate``, our loop alone, and our loop with each drafter, in this order."""
+    runs = []
+    on_run("AR, transformers")
+    runs.append(run_generate("AR, transformers", target, prompts, max_new_tokens))
+    for name, drafter in {"AR": None, **drafters}.items():
+        label = name if drafter is None else f"AR + {name.rsplit('-', 1)[-1]}"
+        on_run(label)
+        runs.append(run_ours(label, target, drafter, prompts, max_new_tokens))
+    return runs
+
+
+def drafter_table(runs: Sequence[DraftedRun], title: str) -> Table:
+    """One row a run; ratios against the faster run without drafts; "same text" against our loop alone."""
+    alone = [run for run in runs if not run.draft_nfe]
+    if not alone:
+        raise ValueError("runs must hold one without drafts: got none")
+    fastest = max(alone, key=lambda run: run.tokens_per_second)
+    reference = alone[-1]
+    table = Table(
+        title=title,
+        caption=f"ratio: tokens per second against {fastest.name}; accepted: tokens a round, the target's own included",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("setting", min_width=16)
+    for heading in (
+        "useful\ntokens",
+        "for-\nwards",
+        "draft\nforwards",
+        "accep-\nted",
+        "sec-\nonds",
+        "ratio",
+        "same\ntext",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        same = sum(a == b for a, b in zip(run.tokens, reference.tokens, strict=True))
+        accepted = run.accept_lengths if run.draft_nfe else ()
+        table.add_row(
+            run.name,
+            f"{run.useful_tokens:,}",
+            f"{run.nfe:,}",
+            f"{run.draft_nfe:,}" if run.draft_nfe else "-",
+            f"{sum(accepted) / len(accepted):.2f}" if accepted else "-",
+            f"{run.seconds:.1f}",
+            f"{run.tokens_per_second / fastest.tokens_per_second:.2f}",
+            "-" if run is reference else f"{same}/{len(run.tokens)}",
+        )
+    return table
+
+
+def run_drafter_demo(
+    console: Console,
+    target: Any,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    on_run: Callable[[str], None] = lambda name: None,
+    names: Sequence[str] = DRAFTERS,
+) -> list[DraftedRun]:
+    """Load the shipped drafters for ``target``, decode every prompt (a user's turn) each way and print the table."""
+    ids = [apply_template(target.tokenizer, [{"role": "user", "content": p}]) for p in prompts]
+    drafters = {name: Drafter.from_pretrained(name, target=target) for name in names}
+    runs = drafted_runs(target, drafters, ids, max_new_tokens, on_run)
+    title = f"The AR model with diffusion drafters ({len(ids)} prompts, batch 1, {str(target.dtype).split('.')[-1]})"
+    console.print()
+    console.print(drafter_table(runs, title))
+    return runs
