@@ -260,7 +260,7 @@ def show_live(console: Console, events: Any) -> tuple[str, int]:
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where the replay page goes.")] = Path("dllm-demo.html"),
-    max_new_tokens: MaxNewTokens = 48,
+    max_new_tokens: MaxNewTokens = 32,
 ) -> None:
     """Three answers and two filled gaps on the shipped models, a cost table, and a page that replays the denoising."""
     with _plain_errors():
