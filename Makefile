@@ -46,8 +46,8 @@ lint: $(STAMP)  ## ruff (format and check) and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)  ## quality and cost of a shipped model from one run (make bench ARGS=--help)
-	$(BIN)/python -m dllm.evals.quality $(ARGS)
+bench: $(STAMP)  ## kernels, steps and decoding against frozen baselines (make bench ARGS=--help)
+	$(BIN)/dllm bench $(ARGS)
 
 # vLLM pins other versions than ours, so it gets an environment of its own (about 3.5 GB).
 $(VLLM_STAMP): pyproject.toml requirements-vllm.txt requirements-model.txt

@@ -5,6 +5,7 @@
     DLLM_VERIFY         1: compare the checksums of cached models on every load, not only after a change (default: 0)
     DLLM_KERNELS        reference: plain PyTorch instead of the Triton kernels, for comparison (default: auto)
     DLLM_DEPENDENT_LAUNCH   1: a kernel is set up while the one before it still runs (default: 0, until more devices have been tested)
+    DLLM_CAPTURED_DRAFTS    1: draft-and-verify rounds on CUDA run as CUDA graphs (default: 0, until they have been tested on a device)
 
 They are read at each call, never at import, so that a test or a notebook can set them.
 """
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["cache_folder", "dependent_launch", "kernels_mode", "smollm2_gguf", "verify_always"]
+__all__ = ["cache_folder", "captured_drafts", "dependent_launch", "kernels_mode", "smollm2_gguf", "verify_always"]
 
 
 def cache_folder() -> Path:
@@ -51,6 +52,11 @@ def kernels_mode() -> Literal["auto", "reference"]:
 def dependent_launch() -> bool:
     """Whether kernels may be set up while the one before them still runs. Raises ValueError if the variable is neither 0 nor 1."""
     return _choice("DLLM_DEPENDENT_LAUNCH", ("0", "1")) == "1"
+
+
+def captured_drafts() -> bool:
+    """Whether draft-and-verify rounds on CUDA are captured. Raises ValueError if the variable is neither 0 nor 1."""
+    return _choice("DLLM_CAPTURED_DRAFTS", ("0", "1")) == "1"
 
 
 def _choice(name: str, accepted: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ from dllm.drafters.drafter import Context, Drafter
 from dllm.drafters.fast_drafter import FastDrafter
 from dllm.drafters.fast_drafter import unfit as unfit_drafter
 from dllm.drafters.target import Target
-from dllm.environment import kernels_mode
+from dllm.environment import captured_drafts, kernels_mode
 from dllm.graphs import Buckets, Captured, Poll, capture, key_bucket
 from dllm.kernels.draft_round import BROKEN, RUNNING, RoundBuffers, commit_round
 from dllm.kernels.lm_head_stats import lm_head_stats
@@ -252,6 +252,8 @@ def refuses(target: Target, drafter: Drafter | None, request: SpeculateRequest) 
         return f"device {target.device.type}"
     if kernels_mode() == "reference":
         return "DLLM_KERNELS=reference"
+    if not captured_drafts():
+        return "DLLM_CAPTURED_DRAFTS is not 1"
     if drafter is None:
         return "no drafter"
     return supports(target, drafter, request)

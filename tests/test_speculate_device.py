@@ -6,6 +6,8 @@ import sys
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -246,3 +248,16 @@ def test_on_the_gpu_graphs_and_kernels_give_the_hosts_tokens(kind):
         result, truth = speculate_on_device(target, there, on_gpu, rounds), by_host(TARGET, here, request)
         assert result.tokens == truth.tokens and result.finish_reasons == truth.finish_reasons
     assert all(one.captured.graph is not None for one in rounds.built.values())
+
+
+def test_captured_rounds_are_taken_on_cuda_only_where_they_are_asked_for(monkeypatch):
+    far: Any = SimpleNamespace(device=torch.device("cuda"))
+    drafter: Any = object()
+    request = request_of(prompts(0))
+    monkeypatch.delenv("DLLM_CAPTURED_DRAFTS", raising=False)
+    assert refuses(far, drafter, request) == "DLLM_CAPTURED_DRAFTS is not 1"
+    monkeypatch.setenv("DLLM_CAPTURED_DRAFTS", "1")
+    assert refuses(far, None, request) == "no drafter"
+    monkeypatch.setenv("DLLM_CAPTURED_DRAFTS", "yes")
+    with pytest.raises(ValueError, match="DLLM_CAPTURED_DRAFTS must be one of 0, 1: got 'yes'"):
+        refuses(far, drafter, request)
