@@ -142,6 +142,12 @@ def load_prompts(source: str | Path, tokenizer: Any) -> list[list[int]]:
     return prompts
 
 
+def chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids that the chat template puts before and after a first user turn, the opening of the answer included."""
+    header, footer = _around(_template(tokenizer, _user("x"), True), tokenizer.encode("x", add_special_tokens=False))
+    return header.tolist(), footer.tolist()
+
+
 def sentence_ends(tokenizer: Any) -> np.ndarray:
     """Ids of ordinary tokens that end a sentence: their text ends with . ! ? or a line break."""
     special = set(tokenizer.all_special_ids)
@@ -163,9 +169,7 @@ def _read_archive(path: Path, tokenizer: Any, ends: np.ndarray | None) -> Docume
     if "offsets" in arrays:
         return Documents(tokens, arrays["offsets"], arrays["prompt_lengths"], ends)
     # The fixed header: everything of the template before the user's words.
-    probe = _template(tokenizer, _user("x"), True)
-    x = tokenizer.encode("x", add_special_tokens=False)
-    header, footer = _around(probe, x)
+    header, footer = (np.array(ids) for ids in chat_frame(tokenizer))
     stops = np.flatnonzero(tokens == CONVERSATION_END)
     begins = np.concatenate([[0], stops[:-1] + 1])
     return Documents.of(

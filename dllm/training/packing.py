@@ -108,8 +108,11 @@ class PackedBatches(IterableDataset):  # type: ignore[type-arg]
         self.sources, self.config, self.batch, self.rows, self.seed = list(sources), config, batch, rows, seed
         self.infill = infill
 
-    def layouts(self, rng: np.random.Generator) -> Iterator[Layout]:
-        """Documents in shuffled epochs of each source, corrupted anew each time."""
+    def layouts(self, rng: np.random.Generator, part: tuple[int, int] = (0, 1)) -> Iterator[Layout]:
+        """Documents in shuffled epochs of each source, corrupted anew each time.
+
+        part (i, n): only every n-th document from the i-th on, so that n workers together see each document once an epoch.
+        """
         shares = np.array([share for _, share in self.sources], np.float64)
         shares /= shares.sum()
         orders: list[Iterator[int]] = [iter(()) for _ in self.sources]
@@ -118,15 +121,18 @@ class PackedBatches(IterableDataset):  # type: ignore[type-arg]
             documents = self.sources[which][0]
             index = next(orders[which], None)
             if index is None:
-                orders[which] = iter(rng.permutation(len(documents)))
+                own = np.arange(part[0], len(documents), part[1])
+                # A source smaller than the number of workers is shared by all of them.
+                orders[which] = iter(rng.permutation(own if len(own) else np.arange(len(documents))))
                 index = next(orders[which])
             tokens, prompt_length = documents[int(index)]
             yield corrupt(tokens, prompt_length, self.config, rng, documents.sentence_ends, self.infill)
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
-        rng = np.random.default_rng([self.seed, 0 if worker is None else worker.id])
-        stream = self.layouts(rng)
+        part = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        rng = np.random.default_rng([self.seed, part[0]])
+        stream = self.layouts(rng, part)
         waiting: list[Layout] = []
         while True:
             sequences: list[list[Layout]] = [[] for _ in range(self.batch)]

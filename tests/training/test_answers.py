@@ -8,8 +8,8 @@ import torch
 
 from dllm.model.decoder import Decoder, DecoderConfig
 from dllm.training import answers as module
-from dllm.training.answers import answer_prompts, answered_documents, command
-from dllm.training.data import load_documents
+from dllm.training.answers import MAX_OPENING, MIN_PART, answer_prompts, answered_documents, command, invent_prompts
+from dllm.training.data import chat_frame, load_documents
 from dllm.types import Attend
 from tests.training.toy import toy_base, toy_tokenizer
 
@@ -69,6 +69,45 @@ def test_answers_that_loop_or_never_end_are_left_out() -> None:
     loop = list(range(10, 18)) * 3
     kept = answered_documents([[1]] * 4, [[5, 6, 2], [5, 6], [*loop, 2], []], STOPS)
     assert len(kept) == 1 and kept[0][0].tolist() == [1, 5, 6, 2] and kept[0][1] == 1
+
+
+def test_parts_of_looping_and_unfinished_answers_stay_where_they_are_asked_for() -> None:
+    words, loop = list(range(100, 100 + MIN_PART)), list(range(10, 18))
+    answers = [[*words, *loop, *loop, *loop, 2], words, words[1:], [5, 6, 2]]
+    kept = answered_documents([[1]] * 4, answers, STOPS, keep_parts=True)
+    # The loop's first turn is said for the first time; nothing that is cut ends with a stop.
+    assert [kept[i][0].tolist() for i in range(len(kept))] == [[1, *words, *loop], [1, *words], [1, 5, 6, 2]]
+
+
+def test_invented_prompts_have_the_templates_frame_and_are_all_different() -> None:
+    model = tiny_model()
+    header, footer = [8, 9], [7, 10, 11]
+    openings = [[20, 21, 22, 23, 24, 25], [26]]
+    prompts = invent_prompts(model, openings, header, footer, 200, max_new_tokens=20, min_p=0.0, seed=3)
+    assert 10 < len(prompts) <= 200 and len({tuple(p) for p in prompts}) == len(prompts)
+    begun = 0
+    for prompt in prompts:
+        words = prompt[2:-3]
+        assert prompt[:2] == header and prompt[-3:] == footer and words and 7 not in words
+        assert len(words) <= MAX_OPENING + 19
+        begun += words[:3] == [20, 21, 22]
+    assert 0 < begun < len(prompts)
+    assert prompts == invent_prompts(model, openings, header, footer, 200, max_new_tokens=20, min_p=0.0, seed=3)
+
+
+def test_min_p_leaves_unlikely_tokens_out() -> None:
+    logits = torch.tensor([0.6, 0.3, 0.1]).log().repeat(4000, 1)
+    drawn = [module._pick(logits, 1.0, torch.Generator().manual_seed(0), p).bincount(minlength=3) for p in (0.0, 0.2)]
+    assert drawn[0].min() > 300 and drawn[1][2] == 0
+    assert drawn[1][0] / 4000 == pytest.approx(2 / 3, abs=0.03)
+
+
+def test_the_chat_frame_surrounds_the_users_words() -> None:
+    tokenizer = toy_tokenizer()
+    header, footer = chat_frame(tokenizer)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
+    x = tokenizer.encode("x", add_special_tokens=False)
+    assert [*header, *x, *footer] == tokenizer.encode(text, add_special_tokens=False)
 
 
 def test_bad_lengths_are_named() -> None:

@@ -109,3 +109,16 @@ def test_bad_sources_and_rows_are_named() -> None:
         PackedBatches([], CONFIG, 2, 384, 0)
     with pytest.raises(ValueError, match="max_rows must be <= rows 128: got 192"):
         PackedBatches([(documents(), 1.0)], CONFIG, 2, 128, 0)
+
+
+def test_workers_share_the_documents_of_an_epoch() -> None:
+    documents = Documents.of([([1, 2, 10 + i, 3], 1) for i in range(30)])
+    dataset = PackedBatches(
+        [(documents, 1.0)], CorruptionConfig("block_causal", infill_share=0.0, max_rows=128), 2, 128, 0
+    )
+    seen = []
+    for part in range(3):
+        stream = dataset.layouts(np.random.default_rng(part), (part, 3))
+        seen.append({int(next(stream).ids[2]) for _ in range(10)})
+    assert [len(x) for x in seen] == [10, 10, 10]
+    assert set.union(*seen) == set(range(10, 40))
