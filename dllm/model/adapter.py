@@ -91,8 +91,11 @@ def same_base(a: dict[str, Any], b: dict[str, Any]) -> bool:
 class LoRALinear(nn.Module):
     """A frozen linear layer, possibly of several joined projections, plus one low-rank update per projection.
 
-    splits: output width of each joined projection, in order; names: their names in the adapter file.
+    splits: output width of each joined projection, in order; names: their names in the adapter file. merged: add the update to the
+    weight instead of to the outputs: one product a call, rounded as ``fold`` rounds; the products of rank ``rank`` are bound by memory.
     """
+
+    merged = False
 
     def __init__(self, base: nn.Linear, splits: list[int], names: list[str], rank: int, alpha: float) -> None:
         super().__init__()
@@ -106,9 +109,13 @@ class LoRALinear(nn.Module):
         nn.init.kaiming_uniform_(self.lora_a, a=5**0.5)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.merged:
+            pairs = zip(self.lora_b, self.lora_a.chunk(len(self.splits)), strict=True)
+            update = torch.cat([b @ a for b, a in pairs])
+            return F.linear(x, (self.base.weight.float() + self.scale * update).to(x.dtype), self.base.bias)
         low = F.linear(x, self.lora_a.to(x.dtype)).chunk(len(self.splits), dim=-1)
-        update = [F.linear(part, b.to(x.dtype)) for part, b in zip(low, self.lora_b, strict=True)]
-        return self.base(x) + self.scale * (update[0] if len(update) == 1 else torch.cat(update, dim=-1))
+        updates = [F.linear(part, b.to(x.dtype)) for part, b in zip(low, self.lora_b, strict=True)]
+        return self.base(x) + self.scale * (updates[0] if len(updates) == 1 else torch.cat(updates, dim=-1))
 
 
 def projections(decoder: Decoder) -> Iterator[tuple[nn.Module, str, list[int], list[str]]]:
@@ -124,10 +131,10 @@ def projections(decoder: Decoder) -> Iterator[tuple[nn.Module, str, list[int], l
         yield mlp, "down", [c.hidden_size], [f"{prefix}mlp.down_proj"]  # type: ignore[misc]
 
 
-def add_lora(base: Decoder, rank: int, alpha: float, mask_token_id: int) -> Decoder:
+def add_lora(base: Decoder, rank: int, alpha: float, mask_token_id: int, merged: bool = False) -> Decoder:
     """A trainable copy of ``base`` for adaptation: LoRA pairs, norms and mask embedding in fp32, everything else frozen and shared.
 
-    The parameters that need gradients are exactly what ``adapter_state`` saves.
+    merged: see ``LoRALinear``. The parameters that need gradients are exactly what ``adapter_state`` saves.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1: got {rank}")
@@ -135,7 +142,9 @@ def add_lora(base: Decoder, rank: int, alpha: float, mask_token_id: int) -> Deco
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for owner, attribute, splits, names in list(projections(model)):
-        setattr(owner, attribute, LoRALinear(getattr(owner, attribute), splits, names, rank, alpha))
+        layer = LoRALinear(getattr(owner, attribute), splits, names, rank, alpha)
+        layer.merged = merged
+        setattr(owner, attribute, layer)
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.weight = nn.Parameter(module.weight.detach().float().clone())

@@ -48,7 +48,7 @@ def adapt(config: AdaptConfig) -> AdaptResult:
     )
     base = load_base(config.base, config.device, None if config.dtype == "auto" else getattr(torch, config.dtype))
     _check_tokens(tokens, base)
-    model = add_lora(base.decoder, config.rank, config.lora_alpha, tokens["mask_token_id"])
+    model = add_lora(base.decoder, config.rank, config.lora_alpha, tokens["mask_token_id"], config.merged_updates)
     if config.resume is not None:
         load_adapter_state(model, load_state(config.resume, "adapter"))
     trainer = Trainer(config, base, model, corruption, tokens)
@@ -136,6 +136,9 @@ def command(
     greedy_share: Annotated[float, typer.Option(help="Share of documents drawn from --answers.")] = 0.5,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 24,
     alpha: Annotated[float | None, typer.Option(help="LoRA alpha; twice the rank if not given.")] = None,
+    merged_updates: Annotated[
+        bool, typer.Option(help="Add LoRA's updates to the weights, not to the outputs.")
+    ] = False,
     block_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 8,
     mask_token_id: Annotated[int | None, typer.Option(help="Existing token that stands for the mask.")] = None,
     filler_token_id: Annotated[int | None, typer.Option(help="Existing token that closes a gap.")] = None,

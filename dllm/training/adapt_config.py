@@ -19,6 +19,7 @@ class AdaptConfig:
     Either steps or minutes (training alone, compilation not counted). batch sequences of ``rows`` rows make a step.
     learning_rate is for LoRA, norm_learning_rate for norms and mask row; both fall on a cosine after ``warmup`` steps.
     tail_share, slot_decay: see ``CorruptionConfig``; certainty_weight: see ``slot_loss``.
+    merged_updates: add LoRA's updates to the weights, not to the outputs (see ``LoRALinear``).
     resume: folder of an adapter to go on from (weights only). attention_kernel: "auto" times SDPA and FlexAttention on CUDA.
     """
 
@@ -30,6 +31,7 @@ class AdaptConfig:
     answer_share: float = 0.5
     rank: int = 24
     alpha: float | None = None
+    merged_updates: bool = False
     block_length: int = 8
     mask_token_id: int | None = None
     filler_token_id: int | None = None

@@ -36,6 +36,28 @@ def biased_decoder(seed=0):
     return decoder.eval().requires_grad_(False)
 
 
+def test_updates_merged_into_the_weights_give_the_same_outputs_and_gradients():
+    torch.manual_seed(4)
+    base = torch.nn.Linear(10, 12)
+    layers = [LoRALinear(base, [6, 4, 2], ["q", "k", "v"], RANK, ALPHA) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    for layer, merged in zip(layers, (False, True), strict=True):
+        for i, b in enumerate(layer.lora_b):
+            b.data.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(i)))
+        layer.lora_a.data.copy_(torch.randn(9, 10, generator=torch.Generator().manual_seed(7)))
+        layer.merged = merged
+    x, given = torch.randn(5, 10), torch.randn(5, 12)
+    results = []
+    for layer in layers:
+        inputs = x.clone().requires_grad_()
+        out = layer(inputs)
+        out.backward(given)
+        results.append((out.detach(), inputs.grad, layer.lora_a.grad, *(b.grad for b in layer.lora_b)))
+    assert results[0][0].abs().max() > 1
+    for plain, merged in zip(*results, strict=True):
+        torch.testing.assert_close(plain, merged, rtol=1e-5, atol=1e-5)
+
+
 def trained(base, seed=1):
     """A LoRA model whose trainable tensors have moved, rounded as they are saved."""
     model = add_lora(base, RANK, ALPHA, MASK)
