@@ -34,6 +34,12 @@ class BlockDraft:
 
 def first_layers(model: Any, layers: int) -> Any:
     """The decoder cut after its first ``layers`` layers, with its own norm and head; tensors are shared. Raises ValueError for too many."""
+    if hasattr(model, "decoder"):
+        # A decoder on its kernels, or in graphs: so is what is cut from it, once.
+        cuts = model.__dict__.setdefault("cuts", {})
+        if layers not in cuts:
+            cuts[layers] = type(model)(first_layers(model.decoder, layers))
+        return cuts[layers]
     if layers > len(model.layers):
         raise ValueError(f"draft must be at most the target's {len(model.layers)} layers: got {layers}")
     cut = copy.copy(model)

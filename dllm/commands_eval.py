@@ -48,6 +48,9 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="The task's data as a file (default: the hub's).")] = None,
     files: Annotated[Path | None, typer.Option(help="Folder of text or code for `infill`.")] = None,
     limit: Annotated[int | None, typer.Option(help="At most so many samples.")] = None,
+    samples_per_task: Annotated[
+        int, typer.Option(help="Answers to each question, for pass@k; more than one needs a temperature above 0.")
+    ] = 1,
     seed: Annotated[int, typer.Option(help="Of the choice of samples and of the noise.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples in one call.")] = 8,
     max_new_tokens: Annotated[
@@ -64,6 +67,9 @@ def evaluate(
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run code that the model wrote, in a sandbox.")
     ] = False,
+    commit: Annotated[
+        str | None, typer.Option(help="In a copy without its repository: the commit that it was copied from.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")] = "auto",
 ) -> None:
@@ -71,14 +77,21 @@ def evaluate(
     from dllm.cli import _plain_errors
 
     with _plain_errors():
+        from dllm.evals.grouping import repeated
+        from dllm.evals.runner import versions
         from dllm.evals.tasks.registry import get_task
 
+        versions(commit)  # a commit that is not this one's should be said before a model is loaded
+        if samples_per_task > 1 and not temperature:
+            raise ValueError(
+                f"--samples-per-task {samples_per_task} needs a --temperature above 0: greedy answers are all the same"
+            )
         names = ["files_infill" if name == "infill" else name for name in task]
         if files is not None and (names != ["files_infill"] or data is not None):
             raise ValueError("--files goes with the one task `infill` and without --data")
         if data is not None and len(names) > 1:
             raise ValueError(f"--data goes with one task: got {len(names)}")
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, world = _place("rank"), _place("world_size")
         optional = {
             "sampler": sampler,
             "threshold": threshold,
@@ -93,7 +106,7 @@ def evaluate(
             raise ValueError(
                 f"{', '.join(needing)} runs code that the model wrote: allow it with --allow-code-execution"
             )
-        samples = [t.samples(files or data, limit, seed) for t in tasks]
+        samples = [repeated(t.samples(files or data, limit, seed), samples_per_task) for t in tasks]
         lengths = length.split(",")
         make, chosen = _loader(
             model, kind, options, drafter, guide, ar_infill, max_new_tokens, dtype, _device(device, world)
@@ -109,6 +122,7 @@ def evaluate(
             "max_new_tokens": max_new_tokens,
             "batch_size": batch_size,
             "limit": limit,
+            "samples_per_task": None if samples_per_task == 1 else samples_per_task,
             "reference_likelihood": reference_likelihood,
             "data": None if files is None and data is None else (files or data or Path()).name,
             "task_options": _named("task-option", task_option),
@@ -132,6 +146,7 @@ def evaluate(
                     extras,
                     rank,
                     world,
+                    commit,
                 )
 
 
@@ -147,6 +162,7 @@ def _run(
     extras: Any,
     rank: int,
     world: int,
+    commit: str | None,
 ) -> None:
     """One run with its progress bar, and the line that it ends with."""
     from dllm.evals.run_store import RESULT
@@ -174,6 +190,7 @@ def _run(
             rank=rank,
             world=world,
             progress=lambda done, total: bar.update(shown, completed=done, total=total),
+            commit=commit,
         )
     if not complete:
         console.print(f"{folder}: this rank is done; others are still at work", highlight=False)
@@ -183,6 +200,8 @@ def _run(
     text = "no score" if score is None else f"{task.metric} {score.estimate:.4f} ({score.low:.4f} to {score.high:.4f})"
     rate = result["summary"].get("tokens_per_forward")
     cost = "" if rate is None else f", {rate['estimate']:.2f} tokens per forward"
+    rates = [f", pass@{k} {rate['estimate']:.4f}" for k, rate in result["summary"].get("pass_at_k", {}).items()]
+    text += "".join(rates)
     console.print(f"{folder}: {len(samples)} samples, {text}{cost}", highlight=False, soft_wrap=True)
 
 
@@ -247,12 +266,26 @@ def _extras(judge: str | None, allowed: bool, reference_likelihood: bool, replay
     return Extras(scorer, None if scorer is None else scorer.model.tokenizer, execute, reference_likelihood, replays)
 
 
+PLACES = {
+    "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),
+    "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    "local_rank": ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+}
+"""Where torchrun, Intel MPI and Open MPI, the launchers behind `accelerate launch`, say which process this is."""
+
+
+def _place(kind: str) -> int:
+    """This process' rank, local rank or how many there are; of a process that nobody launched, of one."""
+    found = next((os.environ[name] for name in PLACES[kind] if os.environ.get(name)), None)
+    return int(found) if found is not None else int(kind == "world_size")
+
+
 def _device(device: str, world: int) -> str:
     """Each process of a data-parallel run takes the GPU of its local rank."""
     import torch
 
     if device == "auto" and world > 1 and torch.cuda.is_available():
-        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+        return f"cuda:{_place('local_rank') % torch.cuda.device_count()}"
     return device
 
 

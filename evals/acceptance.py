@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,11 +27,12 @@ from rich.table import Table
 from dllm.drafters.drafter import Drafter
 from dllm.evals.atomic_write import write_text_atomic
 from dllm.evals.loops import loops
+from dllm.evals.methods_rows import plain_kernels
 from dllm.evals.quality import held_out_prompts
 from dllm.evals.statistics import Interval, acceptance_by_position, bootstrap_ratio
 from dllm.prompts import apply_template
 from dllm.speculate import speculative_generate
-from dllm.target import load_target
+from dllm.training.base import load_base, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -150,20 +152,42 @@ def acceptance_table(results: Sequence[DomainAcceptance]) -> Table:
     return table
 
 
+def load_results(out: Path, settings: dict[str, Any]) -> list[DomainAcceptance]:
+    """What an earlier run left in ``out`` under the same settings; nothing where there is no file. Raises ValueError for other settings."""
+    if not out.is_file():
+        return []
+    data = json.loads(out.read_text(encoding="utf-8"))
+    if data["settings"] != settings:
+        raise ValueError(f"{out} must hold results of these settings: got {data['settings']}, wanted {settings}")
+    results = []
+    for entry in data["results"]:
+        spans = {
+            name: None if entry[name] is None else Interval(**entry[name]) for name in ("accept_length", "no_loops")
+        }
+        results.append(DomainAcceptance(**{**entry, **spans, "by_position": tuple(entry["by_position"])}))
+    return results
+
+
 def command(
     drafter: Annotated[list[str], typer.Option(help="Shipped name or folder; may be given several times.")],
     prompts: Annotated[list[str], typer.Option(help="DOMAIN=FILE; may be given several times.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write.")],
-    target: Annotated[str, typer.Option(help="Shipped name or folder of the AR model.")] = "smollm2-135m",
+    out: Annotated[Path, typer.Option(help="JSON file to write; entries that it holds are not measured again.")],
+    target: Annotated[
+        str, typer.Option(help="Shipped name, folder or hub id of a Llama- or Qwen-type AR model.")
+    ] = "smollm2-135m",
     count: Annotated[int, typer.Option(min=1, help="Prompts of each file.")] = 200,
     mode: Annotated[list[str] | None, typer.Option(help=f"Of: {', '.join(MODES)}; all if not given.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 256,
     device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    time_limit: Annotated[float, typer.Option(help="Seconds in which entries are begun.")] = 1e9,
 ) -> None:
-    """Measure how many tokens a verify pass commits."""
+    """Measure how many tokens a verify pass commits.
+
+    Large batches on plain PyTorch: an accepted length does not depend on what runs beside it, and no kernel has to be compiled.
+    """
+    began = time.monotonic()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     files = [item.partition("=") for item in prompts]
     if any(not separator for _, separator, _ in files):
@@ -171,24 +195,54 @@ def command(
     modes = mode or list(MODES)
     if not set(modes) <= set(MODES):
         raise typer.BadParameter(f"mode must be among {', '.join(MODES)}: got {', '.join(modes)}")
-    model = load_target(target, dtype=dtype, device=device)
-    results: list[DomainAcceptance] = []
-    for name in drafter:
-        loaded = Drafter.from_pretrained(name, target=model)
-        for domain, _, file in files:
-            rows = read_prompts(Path(file), model.tokenizer, count)
-            for way in modes:
-                found = measure_acceptance(model, loaded, rows, max_new_tokens, batch_size, seed, **MODES[way])
-                results.append(summarise(Path(name).name, domain, way, found, loaded.config.block_length - 1))
-                last = results[-1]
-                logger.info("%s, %s, %s: %.3f", last.drafter, domain, way, last.accept_length.estimate)
-                settings = {"target": target, "max_new_tokens": max_new_tokens, "batch_size": batch_size, "seed": seed}
-                settings |= {"torch": torch.__version__, "dtype": str(model.dtype), "device": str(model.device)}
-                # Saved after each part: a run that is cut keeps what it has.
-                write_text_atomic(
-                    out, json.dumps({"settings": settings, "results": [asdict(r) for r in results]}, indent=1)
+    base, tokenizer = load_base(target, device), load_tokenizer(target)
+    model, eos = base.decoder, list(base.spec.eos_token_ids)
+    settings: dict[str, Any] = {
+        "target": target,
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    settings |= {"count": count, "torch": torch.__version__, "dtype": str(model.dtype), "device": str(model.device)}
+    results, failed = load_results(out, settings), {}
+    done = {(r.drafter, r.domain, r.mode) for r in results}
+    rows = {domain: read_prompts(Path(file), tokenizer, count) for domain, _, file in files}
+    # The modes outside: a run that is cut has the greedy figures of all.
+    for way, name, domain in ((w, n, d) for w in modes for n in drafter for d in rows):
+        short = Path(name).name
+        if (short, domain, way) in done:
+            continue
+        if time.monotonic() - began > time_limit:
+            failed[f"{short}, {domain}, {way}"] = "no time left"
+            continue
+        started = time.monotonic()
+        try:
+            loaded = Drafter.from_pretrained(name, target=model)
+            with plain_kernels():
+                found = measure_acceptance(
+                    model,
+                    loaded,
+                    rows[domain],
+                    max_new_tokens,
+                    batch_size,
+                    seed,
+                    eos_token_id=eos,
+                    tokenizer=tokenizer,
+                    **MODES[way],
                 )
+            results.append(summarise(short, domain, way, found, loaded.config.block_length - 1))
+            length = results[-1].accept_length.estimate
+            logger.info("%s, %s, %s: %.3f in %.1f s", short, domain, way, length, time.monotonic() - started)
+        except Exception as problem:
+            # One entry's fault must not cost the others their time on the device.
+            failed[f"{short}, {domain}, {way}"] = f"{type(problem).__name__}: {problem}"
+            logger.exception("%s, %s, %s failed", short, domain, way)
+        # Saved after each part: a run that is cut keeps what it has.
+        report = {"settings": settings, "results": [asdict(r) for r in results], "failed": failed}
+        write_text_atomic(out, json.dumps(report, indent=1))
     Console(width=150).print(acceptance_table(results))
+    for entry, why in failed.items():
+        Console(width=150).print(f"not measured: {entry}: {why}", markup=False)
 
 
 if __name__ == "__main__":

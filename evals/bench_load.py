@@ -264,16 +264,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"torch": torch.__version__, "steps": []}
     if options.device.startswith("cuda"):
         result["gpu"] = torch.cuda.get_device_name()
-    if options.checkpoint != "none":
-        result["load"] = bench_load(options.checkpoint, options.device, options.shard_bytes)
+
+    def save() -> None:
+        if options.out is not None:
+            write_text_atomic(options.out, json.dumps(result, indent=1) + "\n")
+
+    # The steps first: a run that is cut short has them, and a large checkpoint takes its time to write.
     for name in names:
         result["steps"].append(bench_step(name, options.device, options.repeats))
+        save()
         if options.device.startswith("cuda"):
             torch.cuda.empty_cache()
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.out is not None:
-        write_text_atomic(options.out, text + "\n")
+    if options.checkpoint != "none":
+        result["load"] = bench_load(options.checkpoint, options.device, options.shard_bytes)
+        save()
+    print(json.dumps(result, indent=1))
     return 0 if "load" not in result or result["load"]["within_one_shard"] else 1
 
 

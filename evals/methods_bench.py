@@ -1,244 +1,298 @@
 """Every way to decode on the same held-out prompts, in one table: cost, quality, and speed against vanilla and against the AR model.
 
-Dataset: the last 500 conversations of an npz, which no shipped model was trained on. Metric: the harness of ``measure.py``: tokens per
-second and per forward, forwards of every model that took part, accepted length, log-likelihood under the AR model as the judge, length
-and loops, with 95 % bootstrap intervals over prompts. Batch 1 by default, since that is where the methods differ.
+Dataset: the last 500 conversations of an npz, which no shipped model was trained on. Metric: two passes a row. Quality, on ``--count``
+prompts in large batches on plain PyTorch (harness of ``measure.py``): forwards of every model that took part, tokens per forward,
+accepted length, log-likelihood under the AR model as the judge in fp32, length and loops, with 95 % bootstrap intervals over prompts.
+Speed, on the first ``--speed-count`` prompts that fit one bucket of columns: useful tokens / seconds of decoding (prefill apart, where
+there is one), batch 1, the median of ``--repeats`` passes after one that is not counted. Column "graphs" says how those ran: "step", a
+whole step is one CUDA graph; "forward", the forwards are (``graphed.py``), the host decides between them; "no".
 
-    python -m dllm.evals.methods_bench --conversations train.npz --count 200 --out methods
+    python -m dllm.evals.methods_bench --conversations train.npz --out methods --part quality,speed --suite main
 
-Each setting is saved when it is measured, and a setting whose file is there is not measured again. Seconds on a shared machine or a CPU
-say little: compare forwards there.
+Suites: "main", all methods; "long", caches behind chained turns of about 512 tokens, at batch 1 and 16; "answers", answers of 16, 128 and
+512 tokens of the bidirectional model, naive and stopping, with FreeCache, with a guide.
+
+A row is saved when it is measured, and not measured again where its file is there; one that fails leaves its error in the table.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import statistics
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from dllm.cache.free import FreeCache
-from dllm.drafters.drafter import Drafter
 from dllm.evals.atomic_write import write_text_atomic
+from dllm.evals.bench.record import environment
+from dllm.evals.bench.timing import Deadline
 from dllm.evals.judge import Judge
 from dllm.evals.measure import Measurement, compare, measure
+from dllm.evals.methods_rows import Row, Systems, answer_rows, chained, long_rows, main_rows
 from dllm.evals.quality import held_out_prompts
 from dllm.evals.statistics import Interval
-from dllm.guide import ARGuide
-from dllm.pipeline import DiffusionLM
-from dllm.samplers.free_dave import FreeDave
-from dllm.samplers.s2d2 import S2D2
-from dllm.samplers.simsd import SimSD
-from dllm.speculate import speculative_generate
+from dllm.graphs import key_bucket
 from dllm.target import load_target
 
-BLOCK, FULL = "smollm2-135m-bd8", "smollm2-135m-full"
+logger = logging.getLogger(__name__)
+
+PARTS, SUITES = ("quality", "speed", "table"), ("main", "long", "answers")
+LONG = 512
+"""Tokens of a long prompt."""
+LONG_BATCH = 16
 
 
 @dataclass(frozen=True)
-class Method:
-    """A row of the table: its name, the model's group ("bd8", "full", "ar"), the settings of ``generate``."""
+class Speed:
+    """tokens_per_s: useful tokens / decode_s of each pass; wall: the same over wall seconds, prefill included; tokens, nfe, helpers (guide
+    and drafter): of one pass; graphs: see the module."""
 
     name: str
-    group: str
-    settings: dict[str, Any]
+    batch: int
+    graphs: str
+    tokens_per_s: tuple[float, ...]
+    wall: tuple[float, ...]
+    prompts: int
+    tokens: int
+    nfe: int
+    helpers: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.tokens_per_s)
+
+    def save(self, path: Path) -> None:
+        write_text_atomic(path, json.dumps({**asdict(self), **environment(_device())}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Speed:
+        """Inverse of ``save``."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        fields = {name: data[name] for name in cls.__dataclass_fields__}
+        return cls(**{**fields, "tokens_per_s": tuple(fields["tokens_per_s"]), "wall": tuple(fields["wall"])})
 
 
-def block_methods(lm: DiffusionLM) -> list[Method]:
-    """Rows of the block-causal model; the block cache, which is exact, everywhere."""
-    guide = ARGuide.of_base(lm)
+@dataclass(frozen=True)
+class Suite:
+    """One table: its rows, prompts, longest answers, and the batch sizes of the speed pass (above 1: fixed length, no stop)."""
 
-    def row(name: str, **settings: Any) -> Method:
-        # A guide decides itself which slots are committed.
-        sampler = {} if "guide" in settings else {"sampler": "threshold", "threshold": 0.9}
-        return Method(f"bd8 {name}", "bd8", {"cache": "block", **sampler, **settings})
+    name: str
+    rows: list[Row]
+    prompts: list[list[int]]
+    new_tokens: int
+    batches: tuple[int, ...] = (1,)
 
-    return [
-        Method("bd8 vanilla", "bd8", {"cache": "block", "sampler": "low_confidence"}),
-        row("threshold 0.9"),
-        row("threshold 0.8", threshold=0.8),
-        row("guided, on_reject dlm", guide=guide, on_reject="dlm"),
-        row("guided, on_reject ar", guide=guide, on_reject="ar"),
-        row("SimSD, paper's layout, 10 layers", verifier=SimSD(draft=10)),
-        row("SimSD, exact, 10 layers", verifier=SimSD(draft=10, exact=True)),
-        row("S2D2", verifier=S2D2()),
-        row("S2D2, always", verifier=S2D2(cost=float("-inf"))),
-        row("FreeDave 4", verifier=FreeDave(4)),
-        row("FreeDave 8", verifier=FreeDave(8)),
-    ]
+    @property
+    def short(self) -> list[list[int]]:
+        """The prompts that fit the bucket of columns of most of them."""
+        buckets = [key_bucket(len(p) + self.new_tokens) for p in self.prompts]
+        common = statistics.mode(buckets)
+        return [p for p, b in zip(self.prompts, buckets, strict=True) if b == common]
 
 
-def full_methods() -> list[Method]:
-    """Rows of the bidirectional model."""
-
-    def row(name: str, **settings: Any) -> Method:
-        return Method(f"full {name}", "full", {"sampler": "threshold", "threshold": 0.9, **settings})
-
-    return [
-        Method("full vanilla", "full", {"cache": "none", "sampler": "low_confidence"}),
-        row("threshold 0.9", cache="none"),
-        row("prefix", cache="prefix"),
-        row("dual", cache="dual"),
-        row("FreeCache", cache=FreeCache()),
-        row("FreeCache, delay 1", cache=FreeCache(freeze_delay=1)),
-        row("FreeCache, aligned", cache=FreeCache(policy="aligned", freeze_block=8)),
-        row("FreeCache, aggressive", cache=FreeCache(policy="aggressive")),
-        row("FreeCache, prompt", cache=FreeCache(policy="prompt")),
-    ]
+def quality_row(systems: Systems, judge: Judge, row: Row, suite: Suite, batch_size: int) -> Measurement:
+    """The row on all prompts of the suite, at most ``batch_size`` together."""
+    size = min(batch_size, len(suite.prompts))
+    return measure(
+        systems.quality(row, suite.new_tokens), suite.prompts, judge, name=row.name,
+        settings={"max_new_tokens": suite.new_tokens, "batch_size": size}, prompt_ids=suite.prompts, batch_size=size,
+    )  # fmt: skip
 
 
-def padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded input_ids and attention_mask [B, P] of prompts."""
-    width = max(map(len, rows))
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
-    for b, row in enumerate(rows):
-        ids[b, : len(row)], mask[b, : len(row)] = torch.tensor(list(row)), 1
-    return ids, mask
+def time_row(systems: Systems, row: Row, suite: Suite, batch: int, count: int, repeats: int, limit_s: float) -> Speed:
+    """Passes over the first ``count`` prompts (``batch`` prompts at a batch above 1); at least one is timed, none begins after limit_s."""
+    prompts = suite.short[: count if batch == 1 else batch]
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+    calls = [systems.speed(row, group, suite.new_tokens, fixed=batch > 1) for group in groups]
+    rates: list[float] = []
+    wall: list[float] = []
+    # Kernels are compiled and graphs captured in a pass that does not count.
+    found: list[Any] = [call() for call, _ in calls]
+    deadline = Deadline(limit_s)
+    while len(rates) < repeats and (not rates or deadline.left() > 0):
+        began = time.perf_counter()
+        found = [call() for call, _ in calls]
+        seconds = time.perf_counter() - began
+        tokens = sum(stats.useful_tokens for stats in found)
+        rates.append(tokens / max(sum(stats.decode_s for stats in found), 1e-9))
+        wall.append(tokens / max(seconds, 1e-9))
+    tokens, nfe = sum(s.useful_tokens for s in found), sum(s.nfe for s in found)
+    helpers = sum(s.guide_nfe + s.draft_nfe for s in found)
+    return Speed(row.name, batch, calls[0][1](), tuple(rates), tuple(wall), len(prompts), tokens, nfe, helpers)
 
 
-def runner(lm: DiffusionLM, settings: dict[str, Any], max_new_tokens: int) -> Callable[[Sequence[Any]], Any]:
-    """A batch of prompts (ids) -> output, by ``lm.generate``."""
+def table(rows: Sequence[tuple[str, str, Measurement | None, Speed | None, str]], batch: int = 1) -> str:
+    """Markdown; rows: (name, group, quality, speed at ``batch``, error). Vanilla is the group's first row, AR the first of group "ar"."""
+    first: dict[str, Speed | None] = {}
+    for _, group, _, speed, _ in rows:
+        first.setdefault(group, speed)
 
-    def run(rows: Sequence[Any]) -> Any:
-        ids, mask = padded(rows)
-        return lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **settings)
-
-    return run
-
-
-def ar_runner(target: Any, drafter: Drafter | None, max_new_tokens: int) -> Callable[[Sequence[Any]], Any]:
-    """A batch of prompts (ids) -> output of the AR model, with or without a drafter."""
-
-    def run(rows: Sequence[Any]) -> Any:
-        ids, mask = padded(rows)
-        home = target.device
-        return speculative_generate(target, drafter, ids.to(home), mask.to(home), max_new_tokens=max_new_tokens)
-
-    return run
-
-
-def table(measurements: Sequence[Measurement], vanilla: dict[str, str], ar: str | None) -> str:
-    """Markdown, one row a measurement. vanilla: name of the baseline of each row's first word; ar: name of the AR row, if measured."""
-    by_name = {m.name: m for m in measurements}
-
-    def cell(value: Interval | None, digits: int = 2, scale: float = 1.0, interval: bool = True) -> str:
+    def cell(value: Interval | None, digits: int = 2, scale: float = 1.0, interval: bool = False) -> str:
         if value is None:
             return "-"
         text = f"{scale * value.estimate:.{digits}f}"
         return text + (f" ({scale * value.low:.{digits}f} to {scale * value.high:.{digits}f})" if interval else "")
 
-    def ratio(m: Measurement, name: str | None) -> str:
-        other = by_name.get(name) if name else None
-        if other is None or other is m:
-            return "-" if other is None else "1.00"
-        return cell(compare(m, other).speed_ratio, interval=False)
+    def ratio(speed: Speed | None, base: Speed | None) -> str:
+        return "-" if speed is None or base is None else f"{speed.median / base.median:.2f}"
 
-    heads = (
-        "setting",
-        "tokens/s",
-        "against vanilla",
-        "against AR",
-        "forwards",
-        "of guide or drafter",
+    heads = [
+        "setting", "graphs", "tokens/s", "against vanilla", "against AR", "forwards", "of guide or drafter",
         "tokens per forward (no loops)",
-        "accepted",
-        "log-likelihood",
-        "length",
-        "loops %",
-    )
+        "accepted", "log-likelihood", "length", "loops %",
+    ]  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    for m in measurements:
-        helpers = m.total("guide_nfe") + m.total("draft_nfe")
-        cells = (
-            m.name,
-            cell(m.tokens_per_second, 1, interval=False),
-            ratio(m, vanilla.get(m.name.split(" ", 1)[0])),
-            ratio(m, ar),
-            f"{m.total('nfe'):,.0f}",
-            f"{helpers:,.0f}" if helpers else "-",
-            f"{cell(m.tokens_per_forward, interval=False)} ({cell(m.tokens_per_forward_no_loops, interval=False)})",
-            cell(m.accept_length, interval=False),
-            cell(m.log_likelihood),
-            cell(m.length, 0, interval=False),
-            cell(m.loop_rate, 0, 100.0, interval=False),
+    for name, group, m, speed, error in rows:
+        cells = [name, "-", "-", "-", "-"]
+        if speed is not None:
+            low, high = min(speed.tokens_per_s), max(speed.tokens_per_s)
+            rate = f"{speed.median:.0f} ({low:.0f} to {high:.0f})"
+            cells = [name, speed.graphs, rate, ratio(speed, first[group]), ratio(speed, first.get("ar"))]
+        if m is None:
+            cells += ["-"] * 7
+        else:
+            helpers = m.total("guide_nfe") + m.total("draft_nfe")
+            cells += [
+                f"{m.total('nfe'):,.0f}", f"{helpers:,.0f}" if helpers else "-",
+                f"{cell(m.tokens_per_forward)} ({cell(m.tokens_per_forward_no_loops)})", cell(m.accept_length),
+                cell(m.log_likelihood, interval=True), cell(m.length, 0), cell(m.loop_rate, 0, 100.0),
+            ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |" + (f" failed: {error}" if error else ""))
+    return f"Speed at batch {batch}.\n\n" + "\n".join(lines) + "\n"
+
+
+def write_table(suite: Suite, folder: Path) -> str:
+    """The suite's tables from what is saved, and each row's paired likelihood against its vanilla."""
+    texts = []
+    for batch in suite.batches:
+        rows = []
+        for row in suite.rows:
+            quality, speed = folder / "quality" / f"{row.slug}.json", folder / f"speed{batch}" / f"{row.slug}.json"
+            errors = [
+                f for kind in ("quality", f"speed{batch}") if (f := folder / kind / f"{row.slug}.error").is_file()
+            ]
+            m, s = (
+                (Measurement.load(quality) if quality.is_file() else None),
+                (Speed.load(speed) if speed.is_file() else None),
+            )
+            error = errors[0].read_text(encoding="utf-8").strip().splitlines()[-1] if errors else ""
+            if m is not None or s is not None or error:
+                rows.append((row.name, row.group, m, s, error))
+        texts.append(table(rows, batch))
+    by_group: dict[str, Measurement] = {}
+    lines = ["", "Log-likelihood against the group's first row, nats per token, paired:", ""]
+    for name, group, m, _, _ in rows:
+        if m is not None and by_group.setdefault(group, m) is not m:
+            c = compare(m, by_group[group])
+            d = c.log_likelihood_difference
+            said = "-" if d is None else f"{d.estimate:+.3f} ({d.low:+.3f} to {d.high:+.3f})"
+            lines.append(f"- {name}: {said}; the same text for {c.num_identical} of {c.n}")
+    text = "\n".join(texts) + "\n".join(lines) + "\n"
+    write_text_atomic(folder / "table.md", text)
+    return text
+
+
+def attempt(file: Path, work: Callable[[], Any], name: str) -> None:
+    """Run ``work``, which returns something that saves itself to ``file``; what it raises goes into a file beside it."""
+    if file.is_file():
+        return
+    error, began = file.with_suffix(".error"), time.monotonic()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        work().save(file)
+        error.unlink(missing_ok=True)
+        print(f"{file.parent.name} {name}: {time.monotonic() - began:.1f} s", flush=True)
+    except Exception as problem:
+        # One row's fault must not cost the others their time on the device.
+        write_text_atomic(
+            error, f"{traceback.format_exc()}{type(problem).__name__}: {' '.join(str(problem).split())}\n"
         )
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        logger.exception("%s %s: failed", file.parent.name, name)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def suites(names: Sequence[str], systems: Systems, archive: Path, count: int, new_tokens: int) -> list[Suite]:
+    """The suites by name."""
+    pairs = held_out_prompts(archive, systems.tokenizer, 500)
+    prompts = [list(prompt) for prompt, _ in pairs[:count]]
+    found = []
+    for name in names:
+        if name == "main":
+            found.append(Suite("main", main_rows(), prompts, new_tokens))
+        elif name == "long":
+            eos, newline = systems.base.spec.eos_token_ids[0], systems.tokenizer.encode("\n", add_special_tokens=False)
+            long = chained(pairs, eos, newline, LONG)[:count]
+            found.append(Suite("long", long_rows(), long, new_tokens, (1, LONG_BATCH)))
+        else:
+            found += [Suite(f"answers{n}", answer_rows(), prompts[:64], n) for n in (16, 128, 512)]
+    return found
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def command(
     conversations: Annotated[Path, typer.Option(help="npz whose last 500 conversations are held out.")],
-    out: Annotated[Path, typer.Option(help="Folder for the measurements and table.md.")],
-    count: Annotated[int, typer.Option(min=1, help="Prompts.")] = 200,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder; a folder a suite, and table.md in each.")],
+    part: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(PARTS)}.")] = "quality,speed",
+    suite: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(SUITES)}.")] = "main",
     groups: Annotated[str, typer.Option(help="Comma-separated: ar, bd8, full.")] = "ar,bd8,full",
-    block_model: Annotated[str, typer.Option(help="Shipped name or folder of the block-causal model.")] = BLOCK,
-    full_model: Annotated[str, typer.Option(help="Shipped name or folder of the bidirectional model.")] = FULL,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of the quality pass.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together in the quality pass.")] = 200,
+    speed_count: Annotated[int, typer.Option(min=1, help="Prompts of the speed pass at batch 1.")] = 6,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed passes; the median counts.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 256,
+    row_limit: Annotated[float, typer.Option(help="Seconds of a row's timed passes; one is always made.")] = 8.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds in which rows are begun.")] = 1e9,
+    rows: Annotated[int, typer.Option(min=1, help="Only the first rows of each suite and group.")] = 99,
     drafter: Annotated[str, typer.Option(help="Drafter of the AR model.")] = "smollm2-135m-dfly",
     device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "auto",
-    warmup: Annotated[int, typer.Option(min=0, help="Batches before the clock starts.")] = 1,
 ) -> None:
-    """Measure the methods and write their table."""
-    wanted = [name.strip() for name in groups.split(",")]
-    if not set(wanted) <= {"ar", "bd8", "full"}:
-        raise typer.BadParameter(f"groups must be among ar, bd8, full: got {groups}")
-    out.mkdir(parents=True, exist_ok=True)
-    target = load_target("smollm2-135m", device=device)
-    judge = Judge(target)
-    prompts = [prompt for prompt, _ in held_out_prompts(conversations, target.tokenizer, count)]
-    jobs: list[tuple[str, Callable[[Sequence[Any]], Any]]] = []
-    if "ar" in wanted:
-        bound = Drafter.from_pretrained(drafter, target=target)
-        jobs += [("AR", ar_runner(target, None, max_new_tokens))]
-        jobs += [(f"AR + {bound.config.kind}", ar_runner(target, bound, max_new_tokens))]
-    for group, name in (("bd8", block_model), ("full", full_model)):
-        if group in wanted:
-            lm = DiffusionLM.from_pretrained(name, device=device)
-            rows = block_methods(lm) if group == "bd8" else full_methods()
-            jobs += [(row.name, runner(lm, row.settings, max_new_tokens)) for row in rows]
-    columns = (
-        TextColumn("{task.description:34}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    measurements: list[Measurement] = []
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=len(jobs) * len(prompts))
-        for number, (name, run) in enumerate(jobs):
-            file = out / f"{name.replace(' ', '_').replace(',', '').replace(chr(39), '')}.json"
-            bar.update(task, description=name)
-            if file.is_file():
-                measurements.append(Measurement.load(file))
-            else:
-                settings = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "device": device}
-                measurements.append(
-                    measure(
-                        run,
-                        prompts,
-                        judge,
-                        name=name,
-                        settings=settings,
-                        prompt_ids=prompts,
-                        batch_size=batch_size,
-                        warmup=warmup,
-                        progress=lambda done, total, number=number: bar.update(  # type: ignore[misc]
-                            task, completed=number * len(prompts) + done
-                        ),
-                    )
-                )
-                measurements[-1].save(file)
-            bar.update(task, completed=(number + 1) * len(prompts))
-            text = table(measurements, {"bd8": "bd8 vanilla", "full": "full vanilla"}, "AR")
-            write_text_atomic(out / "table.md", text)
-    Console(width=200).print(text, markup=False)
+    """Measure the methods and write their tables."""
+    parts, wanted, kinds = ([x.strip() for x in text.split(",")] for text in (part, suite, groups))
+    for given, known, name in (
+        (parts, PARTS, "part"),
+        (wanted, SUITES, "suite"),
+        (kinds, ("ar", "bd8", "full"), "groups"),
+    ):
+        if not set(given) <= set(known):
+            raise typer.BadParameter(f"{name} must be among {', '.join(known)}: got {', '.join(given)}")
+    deadline = Deadline(time_limit)
+    systems = Systems(device, drafter)
+    judge: Judge | None = None
+    for one in suites(wanted, systems, conversations, count, max_new_tokens):
+        folder, seen = out / one.name, dict.fromkeys(kinds, 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind in parts:
+            for row in one.rows:
+                seen[row.group] = seen.get(row.group, 99) + 1
+                if row.group not in kinds or seen[row.group] > rows or kind == "table":
+                    continue
+                if deadline.left() <= 0:
+                    print(f"{kind} {row.name}: no time left", flush=True)
+                    continue
+                if kind == "quality":
+                    judge = judge or Judge(load_target("smollm2-135m", dtype="float32", device=device), batch_size=32)
+                    work = partial(quality_row, systems, judge, row, one, batch_size)
+                    attempt(folder / "quality" / f"{row.slug}.json", work, row.name)
+                    continue
+                for batch in one.batches:
+                    timed = partial(time_row, systems, row, one, batch, speed_count, repeats, row_limit)
+                    attempt(folder / f"speed{batch}" / f"{row.slug}.json", timed, row.name)
+            seen = dict.fromkeys(kinds, 0)
+        text = write_table(one, folder)
+        Console(width=220).print(text, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,15 @@ from dllm.evals.atomic_write import write_text_atomic
 from dllm.evals.replay import ReplayRun, render_replay, replay_run
 from dllm.evals.report_charts import Curve, Point, lines, scatter
 from dllm.evals.report_data import RunView, Versus, by_task, flat_settings, load_views, versus_first
-from dllm.evals.report_markdown import LENGTH_ROWS, ROWS, VERSUS_ROWS, Cell, length_rows, render_markdown
+from dllm.evals.report_markdown import (
+    LENGTH_ROWS,
+    ROWS,
+    Cell,
+    length_rows,
+    render_markdown,
+    versus_rows,
+    versus_title,
+)
 
 MAX_DIFFS = 8
 """Samples shown side by side for a pair of runs."""
@@ -66,7 +74,7 @@ def _header(views: Sequence[RunView]) -> str:
     links = "".join(f'<a href="#{_id(name)}">{_e(name)}</a>' for name in by_task(views))
     return (
         f'<p class="soft">{len(views)} {"run" if len(views) == 1 else "runs"}, {samples:,} samples, on {_e("; ".join(devices))}. '
-        "Intervals are 95 % bootstrap over samples; differences are paired by sample.</p>"
+        "Intervals are 95 % over samples; differences are paired by sample.</p>"
         f'<nav aria-label="Tasks">{links}<a href="#settings">Settings</a></nav>'
     )
 
@@ -94,9 +102,9 @@ def _task(name: str, rows: Sequence[RunView], pairs: Sequence[Versus], replays: 
         parts.append(
             _table(
                 pairs,
-                VERSUS_ROWS,
+                versus_rows(pairs),
                 lambda p: p.a,
-                f"Differences from run {pairs[0].b.number} ({pairs[0].b.label}), on the same samples",
+                versus_title(pairs),
             )
         )
         parts.append(_diffs(pairs))
@@ -180,13 +188,14 @@ def _diffs(pairs: Sequence[Versus]) -> str:
         changed.sort(key=lambda i: -abs(sides[0][i]["scores"].get(metric, 0) - sides[1][i]["scores"].get(metric, 0)))
         shown = "".join(_diff(pair, sides[0][i], sides[1][i], metric) for i in changed[:MAX_DIFFS])
         some = f"; {MAX_DIFFS} are shown, changed scores first" if len(changed) > MAX_DIFFS else ""
-        title = f'{_chip(pair.a)}<span class="soft">{len(changed)} of {len(common)} outputs differ{some}</span>'
+        differ = f"against run {pair.b.number}: {len(changed)} of {len(common)} outputs differ{some}"
+        title = f'{_chip(pair.a)}<span class="soft">{differ}</span>'
         parts.append(
             f'<details class="diff"><summary>{title}</summary><div class="inner">{shown}</div></details>'
             if changed
             else f'<div class="same">{title}</div>'
         )
-    return f'<div class="card"><h3>Side by side with run {pairs[0].b.number}</h3>{"".join(parts)}</div>'
+    return f'<div class="card"><h3>Side by side</h3>{"".join(parts)}</div>'
 
 
 def _diff(pair: Versus, a: Mapping[str, Any], b: Mapping[str, Any], metric: str) -> str:

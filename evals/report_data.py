@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from dllm.evals.grouping import pass_rates, score_interval
 from dllm.evals.measure import Measurement, Sample, compare
 from dllm.evals.measurement import Comparison
-from dllm.evals.run_store import RUN, load_run
+from dllm.evals.run_store import RESULT, RUN, load_run
 from dllm.evals.runner import REPLAYS
 from dllm.evals.statistics import (
     Acceptance,
@@ -31,7 +32,8 @@ class RunView:
     """One run, summarised.
 
     number: place among the runs of its task, from 1. label: what differs from the other runs. task: its name and metric. missing:
-    samples that the run lacks. scores: every metric of the task; score: the headline one, None for a task without. latency:
+    samples that the run lacks. scores: every metric of the task; score: the headline one, None for a task without. pass_rates: pass@k by
+    k, where questions were answered several times. latency:
     {percentile: seconds} of a sample (its call's wall time divided by the rows of the call). acceptance: None without drafts.
     """
 
@@ -45,6 +47,7 @@ class RunView:
     missing: int
     measurement: Measurement
     scores: Mapping[str, Interval]
+    pass_rates: Mapping[int, Interval]
     latency: Mapping[float, float]
     batch_rows: int
     acceptance: Acceptance | None
@@ -77,14 +80,21 @@ class Versus:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The run folders among and below the paths, in the order given and then by name; each once."""
+    """The run folders among and below the paths, in the order given and then by name; each once.
+
+    Below a path, a run that was cut before its first sample is passed over.
+    """
     found: list[Path] = []
     for path in map(Path, paths):
-        inside = [path] if (path / RUN).is_file() else sorted(p.parent for p in path.rglob(RUN))
+        inside = [path] if (path / RUN).is_file() else sorted(p.parent for p in path.rglob(RUN) if _begun(p.parent))
         if not inside:
             raise ValueError(f"run must be a folder that `dllm eval` wrote, or hold some: got {path}")
         found += [p for p in inside if p not in found]
     return found
+
+
+def _begun(folder: Path) -> bool:
+    return (folder / RESULT).is_file() or any(shard.stat().st_size for shard in folder.glob("shard-*.jsonl"))
 
 
 def load_views(paths: Iterable[Path]) -> list[RunView]:
@@ -129,10 +139,8 @@ def _view(
         records=records,
         missing=run["num_samples"] - len(records),
         measurement=Measurement.of(label, samples, prefill_s=sum(t["prefill_s"] for t in times)),
-        scores={
-            name: bootstrap_mean([r["scores"][name] for r in records if name in r["scores"]])
-            for name in sorted({name for r in records for name in r["scores"]})
-        },
+        scores={name: score_interval(*columns) for name, columns in sorted(_scores(records).items())},
+        pass_rates=pass_rates(*_scores(records).get(run["task"]["metric"], ((), ()))),
         latency=latency_percentiles([t["seconds"] for t in times], PERCENTILES),
         batch_rows=max(t["batch_rows"] for t in times),
         acceptance=acceptance_by_position(lengths, longest - 1) if longest > 1 else None,
@@ -140,6 +148,17 @@ def _view(
         length_error=bootstrap_mean(np.asarray(errors, dtype=float)) if errors else None,
         replays=json.loads(replays.read_text(encoding="utf-8")) if replays.is_file() else (),
     )
+
+
+def _scores(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[str], list[float]]]:
+    """Of each score the questions and the values of the records that have it."""
+    columns: dict[str, tuple[list[str], list[float]]] = {}
+    for record in records:
+        for name, value in record["scores"].items():
+            questions, values = columns.setdefault(name, ([], []))
+            questions.append(record.get("question", record["id"]))
+            values.append(value)
+    return columns
 
 
 def _sample(record: Mapping[str, Any], time: Mapping[str, Any]) -> Sample:
@@ -162,14 +181,23 @@ def _sample(record: Mapping[str, Any], time: Mapping[str, Any]) -> Sample:
 
 
 def versus_first(views: Sequence[RunView]) -> list[Versus]:
-    """Each run against the first run of the same task, on the samples that both answered."""
+    """Each run against its `baseline`, on the samples that both answered."""
     pairs = []
     for rows in by_task(views).values():
         for view in rows[1:]:
-            pair = _versus(view, rows[0])
+            pair = _versus(view, baseline(view, rows))
             if pair is not None:
                 pairs.append(pair)
     return pairs
+
+
+def baseline(view: RunView, rows: Sequence[RunView]) -> RunView:
+    """What a run is compared with: the first run of its task that has the same length setting, or else the first one.
+
+    A fill of a given length says nothing about one whose length had to be found.
+    """
+    same = next(other for other in rows if other.settings.get("length") == view.settings.get("length"))
+    return rows[0] if same is view else same
 
 
 def by_task(views: Sequence[RunView]) -> dict[str, list[RunView]]:
@@ -252,8 +280,11 @@ def _shown(run: Mapping[str, Any]) -> dict[str, str | None]:
         name: form.format(Path(str(settings[name])).name) if settings.get(name) is not None else None
         for name, form in plain.items()
     }
-    for name, value in settings.get("options", {}).items():
-        words[name] = f"{name} {value}"
+    options = settings.get("options", {})
+    for name, value in options.items():
+        # "threshold 0.9" says both.
+        if not (name == "sampler" and value == "threshold" and "threshold" in options):
+            words[name] = f"{name} {value}"
     for name in ("batch_size", "max_new_tokens", "limit", "seed"):
         words[name] = f"{name} {settings[name]}" if settings.get(name) is not None else None
     for name in ("device", "dtype", "commit"):

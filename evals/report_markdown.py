@@ -40,6 +40,18 @@ def _score(view: RunView) -> Cell | None:
     return Cell.of(view.score, 1, 100.0)
 
 
+def _pass_rates(view: RunView) -> Cell | None:
+    if not view.pass_rates:
+        return None
+    cells = {k: Cell.of(rate, 1, 100.0) for k, rate in view.pass_rates.items()}
+    return Cell("; ".join(f"@{k} {cell.text} ({cell.range})" for k, cell in cells.items() if cell is not None))
+
+
+def _other_scores(view: RunView) -> Cell | None:
+    others = {name: value for name, value in view.scores.items() if name != view.task["metric"]}
+    return Cell(", ".join(f"{name} {100 * value.estimate:.1f}" for name, value in others.items())) if others else None
+
+
 def _latency(view: RunView) -> Cell:
     values = [view.latency[p] for p in PERCENTILES]
     return Cell(f"{values[0]:.2f}", " / ".join(f"{value:.2f}" for value in values[1:]))
@@ -47,6 +59,8 @@ def _latency(view: RunView) -> Cell:
 
 ROWS: list[tuple[str, Callable[[RunView], Cell | None]]] = [
     ("score, %", _score),
+    ("pass@k, %", _pass_rates),
+    ("other scores, %", _other_scores),
     ("samples", lambda v: Cell(str(len(v.records)))),
     ("tokens per forward", lambda v: Cell.of(v.measurement.tokens_per_forward, 2)),
     ("tokens per second", lambda v: Cell.of(v.measurement.tokens_per_second, 1)),
@@ -55,7 +69,7 @@ ROWS: list[tuple[str, Callable[[RunView], Cell | None]]] = [
     ("tokens", lambda v: Cell.of(v.measurement.length, 1)),
     ("loops, %", lambda v: Cell.of(v.measurement.loop_rate, 0, 100.0)),
     ("judge, nats per token", lambda v: Cell.of(v.measurement.log_likelihood, 2)),
-    ("tokens per verify pass", lambda v: Cell.of(v.measurement.accept_length, 2)),
+    ("tokens per verify pass", lambda v: Cell.of(v.measurement.accept_length if v.acceptance else None, 2)),
 ]
 """Columns of the main table: name, and what a run says there (None: nothing)."""
 
@@ -70,7 +84,25 @@ VERSUS_ROWS: list[tuple[str, Callable[[Versus], Cell | None]]] = [
     ("length", lambda p: Cell.ratio(p.comparison.length_ratio)),
     ("same outputs", lambda p: Cell(f"{p.comparison.num_identical} of {p.n}")),
 ]
-"""Columns of the differences from the first run."""
+"""Columns of the differences from another run."""
+
+
+def versus_rows(pairs: Sequence[Versus]) -> list[tuple[str, Callable[[Versus], Cell | None]]]:
+    """`VERSUS_ROWS`, with the run that each is compared with where that is not the same for all."""
+    several = len({pair.b.number for pair in pairs}) > 1
+    return [*([("against run", _against)] if several else []), *VERSUS_ROWS]
+
+
+def versus_title(pairs: Sequence[Versus]) -> str:
+    """What the differences of these pairs are differences from."""
+    first = pairs[0].b
+    if len({pair.b.number for pair in pairs}) == 1:
+        return f"Differences from run {first.number} ({first.label}), on the same samples"
+    return "Differences from the first run of the same length setting, on the same samples"
+
+
+def _against(pair: Versus) -> Cell:
+    return Cell(str(pair.b.number))
 
 
 def length_rows(rows: Sequence[RunView]) -> list[RunView]:
@@ -98,8 +130,8 @@ def notes(views: Sequence[RunView]) -> list[str]:
     keys = ("device", "dtype", "torch", "transformers", "commit")
     places = sorted({", ".join(f"{k} {v.versions[k]}" for k in keys if v.versions.get(k)) for v in views})
     return [
-        "Estimates stand with their 95 % bootstrap interval over samples; differences are paired by sample. Seconds of a sample are "
-        "its call's wall time divided by the rows of the call.",
+        "Estimates stand with their 95 % interval over samples: Wilson's for passes and fails, else a bootstrap; differences are "
+        "paired by sample. Seconds of a sample are its call's wall time divided by the rows of the call.",
         "",
         *(f"- {place}" for place in places),
     ]
@@ -131,8 +163,7 @@ def task_markdown(name: str, rows: Sequence[RunView], pairs: Sequence[Versus] | 
             rates = [f"{rate:.2f}" for rate in v.acceptance.rate]
             lines.append(_row([_name(v), *rates, *[""] * (most - len(rates))]))
     if pairs:
-        lines += ["", f"Against run {pairs[0].b.number} ({pairs[0].b.label}), on the same samples:", ""]
-        lines += _table(pairs, VERSUS_ROWS, lambda p: p.a)
+        lines += ["", f"{versus_title(pairs)}:", "", *_table(pairs, versus_rows(pairs), lambda p: p.a)]
     return lines
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm.evals.atomic_write import write_text_atomic
+from dllm.evals.grouping import pass_rates, question_means, score_interval
 from dllm.evals.loops import loops
 from dllm.evals.run_store import Line, RunStore
 from dllm.evals.statistics import Interval, bootstrap_mean, bootstrap_ratio
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from dllm.evals.systems import Answer, System
 
 REPLAYS = "replays.json"
+DEFERRED = "deferred"
 COUNTS = ("nfe", "guide_nfe", "draft_nfe", "useful_tokens", "positions")
 """Numbers of `Stats` that a record holds, beside the accept lengths."""
 
@@ -40,7 +43,8 @@ class Extras:
     judge: scores what was written; judge_tokenizer: None where the judge reads the ids of the measured model.
     execute: runs code (`dllm.evals.execution.execute`) for tasks that need it. reference_likelihood: also the likelihood of each
     true middle under the measured model. replays: of so many samples, the first ones, the denoise steps are recorded, in calls of
-    their own that are not timed.
+    their own that are not timed. deferred: save outputs and costs without scores, for `dllm.evals.results_score` on a machine
+    that may run their code; the run says so until then.
     """
 
     judge: Judge | None = None
@@ -48,6 +52,7 @@ class Extras:
     execute: Callable[..., Any] | None = None
     reference_likelihood: bool = False
     replays: int = 0
+    deferred: bool = False
 
 
 def run_task(
@@ -63,12 +68,13 @@ def run_task(
     rank: int = 0,
     world: int = 1,
     progress: Callable[[int, int], None] | None = None,
+    commit: str | None = None,
 ) -> bool:
     """Answer, score and save the samples of this rank that the folder lacks; True if the run is then complete.
 
     settings: JSON values that say what runs; with the task, the seed and the versions they are what a folder is known by.
     seed: of the noise; each sample draws from a seed of its own, made of this one and its id.
-    progress: called with (samples of this rank done, of all) after each batch.
+    progress: called with (samples of this rank done, of all) after each batch. commit: see `versions`.
     Raises ValueError for no samples, ids that are not unique, bad batch_size, rank or world, and a folder of another run.
     """
     extras = extras or Extras()
@@ -82,13 +88,14 @@ def run_task(
         raise ValueError(f"batch_size must be >= 1: got {batch_size}")
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in [0, {world}): got {rank}")
-    if task.needs_execution and extras.execute is None:
+    if task.needs_execution and extras.execute is None and not extras.deferred:
         raise ValueError(f"task {task.name} runs the code that the model writes: allow it with --allow-code-execution")
-    run = {
+    run: dict[str, Any] = {
         "task": {name: getattr(task, name) for name in ("name", "kind", "metric", "dataset", "split")},
-        "samples_digest": _digest([asdict(sample) for sample in samples]),
+        "samples_digest": samples_digest(samples),
         "settings": {**settings, "seed": seed},
-        "versions": {**versions(), **system.describe()},
+        "versions": {**versions(commit), **system.describe()},
+        **({"scores": DEFERRED} if extras.deferred else {}),
     }
     mine = list(range(rank, len(samples), world))
     with RunStore(folder, run, len(samples), rank) as store:
@@ -124,8 +131,12 @@ def sample_seed(seed: int, sample_id: str) -> int:
 
 
 def summary(records: Iterator[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """Means with bootstrap intervals over samples: each score, tokens per forward, length, loops, likelihoods."""
+    """Means with bootstrap intervals over samples: each score, tokens per forward, length, loops, likelihoods.
+
+    Where a question was answered several times, over questions (`question_means`), and the chance that one of k answers passes.
+    """
     columns: dict[str, list[float]] = {}
+    questions: dict[str, list[str]] = {}
     for record in records:
         row = {f"score.{name}": value for name, value in record["scores"].items()}
         row |= {name: record[name] for name in (*COUNTS, "loops")}
@@ -135,13 +146,24 @@ def summary(records: Iterator[dict[str, Any]], metric: str) -> dict[str, Any]:
             row["reference_log_likelihood"] = record["reference_log_likelihood"]
         for name, value in row.items():
             columns.setdefault(name, []).append(float(value))
+            questions.setdefault(name, []).append(record.get("question", record["id"]))
+
+    def mean(name: str) -> dict[str, Any]:
+        if name.startswith("score."):
+            return asdict(score_interval(questions[name], columns[name]))
+        return asdict(bootstrap_mean(question_means(questions[name], columns[name])))
+
     found: dict[str, Any] = {
         "metric": metric,
-        "means": {name: asdict(bootstrap_mean(values)) for name, values in sorted(columns.items())},
+        "means": {name: mean(name) for name in sorted(columns)},
         "totals": {name: int(sum(columns[name])) for name in COUNTS},
     }
     if sum(columns["nfe"]) > 0:
-        found["tokens_per_forward"] = asdict(bootstrap_ratio(columns["useful_tokens"], columns["nfe"]))
+        counts = [question_means(questions[name], columns[name]) for name in ("useful_tokens", "nfe")]
+        found["tokens_per_forward"] = asdict(bootstrap_ratio(*counts))
+    rates = pass_rates(questions.get(f"score.{metric}", []), columns.get(f"score.{metric}", []))
+    if rates:
+        found["pass_at_k"] = {str(k): asdict(rate) for k, rate in rates.items()}
     return found
 
 
@@ -151,20 +173,42 @@ def headline(result: Mapping[str, Any]) -> Interval | None:
     return None if found is None else Interval(**found)
 
 
-def versions() -> dict[str, Any]:
-    """What a number depends on beside its settings: commit (None outside of a checkout), python and the libraries."""
+def versions(commit: str | None = None) -> dict[str, Any]:
+    """What a number depends on beside its settings: commit (None outside of a checkout), python and the libraries.
+
+    commit: for a copy without its repository, the commit that it was copied from. It is recorded as stated, not checked, with a digest
+    of the package's source (`source_digest`) by which it can be. Raises ValueError where a checkout is there and says another one.
+    """
     import torch
     import transformers
 
     import dllm
 
+    package = Path(dllm.__file__).resolve().parent
+    found = _commit(package)
+    stated = {}
+    if commit is not None and found is None:
+        stated = {"commit": f"{commit} (stated)", "source": source_digest(package)}
+    elif commit is not None and found != commit:
+        raise ValueError(f"commit must be that of the checkout, {found}, or not given: got {commit!r}")
     return {
         "dllm": dllm.__version__,
-        "commit": _commit(Path(dllm.__file__).resolve().parent),
+        "commit": found,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        **stated,
     }
+
+
+def source_digest(package: Path) -> str:
+    """16 hex digits over the paths and contents of all Python files of a package folder, links followed."""
+    digest = hashlib.sha256()
+    # Path.rglob does not enter links, which four of the package's folders are in a checkout.
+    files = [Path(where, name) for where, _, names in os.walk(package, followlinks=True) for name in names]
+    for path in sorted(path for path in files if path.suffix == ".py"):
+        digest.update(f"{path.relative_to(package).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
@@ -184,12 +228,18 @@ def _commit(package: Path) -> str | None:
     return git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
 
 
-def _record(task: Task, sample: Sample, system: System, answer: Answer, seed: int, extras: Extras) -> dict[str, Any]:
-    """All of a sample that does not depend on the clock."""
-    scores = task.score(sample, answer.text, extras.execute)
+def checked_scores(task: Task, sample: Sample, output: str, execute: Callable[..., Any] | None) -> dict[str, float]:
+    """The task's scores of one output; raises ValueError for one that is not finite."""
+    scores = {name: float(value) for name, value in task.score(sample, output, execute).items()}
     bad = [name for name, value in scores.items() if not math.isfinite(value)]
     if bad:
         raise ValueError(f"scores must be finite: task {task.name}, sample {sample.id}, {bad[0]} is {scores[bad[0]]}")
+    return scores
+
+
+def _record(task: Task, sample: Sample, system: System, answer: Answer, seed: int, extras: Extras) -> dict[str, Any]:
+    """All of a sample that does not depend on the clock."""
+    scores = {} if extras.deferred else checked_scores(task, sample, answer.text, extras.execute)
     given = {
         "prompt": sample.prompt,
         "messages": list(sample.messages),
@@ -204,12 +254,14 @@ def _record(task: Task, sample: Sample, system: System, answer: Answer, seed: in
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
         "seed": seed,
-        "scores": {name: float(value) for name, value in scores.items()},
+        "scores": scores,
         "loops": loops(answer.token_ids),
         "accept_lengths": list(answer.cost.accept_lengths),
         "true_length": answer.true_length,
         **{name: getattr(answer.cost, name) for name in COUNTS},
     }
+    if sample.question:
+        record["question"] = sample.question
     if extras.reference_likelihood and sample.kind == "infill":
         record["reference_log_likelihood"], record["reference_tokens"] = system.reference_log_likelihood(sample)
     return record
@@ -279,5 +331,7 @@ def _save_replays(system: System, samples: Sequence[Sample], seed: int, folder: 
     write_text_atomic(folder / REPLAYS, json.dumps(runs))
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+def samples_digest(samples: Sequence[Sample]) -> str:
+    """What a run's samples are known by."""
+    values = [asdict(sample) for sample in samples]
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -24,7 +24,8 @@ class Sample:
     generate: ``messages`` (a chat whose last turn is the user's) or else ``prompt`` (raw text).
     infill: ``prefix`` and ``suffix``, text before and after the gap, unchanged; ``reference`` is the true middle.
     reference: the answer as the data set has it, "" where there is none. max_new_tokens: the task's own limit.
-    stop: strings at which the output ends. meta: what `score` needs, plain JSON values.
+    stop: strings at which the output ends. meta: what `score` needs, plain JSON values. question: id of the question where this is
+    one of several samples of it (`dllm.evals.grouping.repeated`), else "".
     """
 
     id: str
@@ -37,6 +38,7 @@ class Sample:
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
+    question: str = ""
 
     def __post_init__(self) -> None:
         if not self.id:

@@ -85,14 +85,17 @@ def _capability(device: torch.device) -> int:
 
 @jit
 def begin_dependent(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel be set up, then wait until the kernel before has ended and its results can be read.
+    """Wait until the kernel before has ended and its results can be read, then let the next kernel be set up.
 
     Every program must pass here before it reads or writes: a kernel's end then implies the end of all before it, which makes it safe to
-    write to memory that an earlier one has read.
+    write to memory that an earlier one has read. The order matters. Were the next kernel let in before the wait, it could come to stand
+    beside the last but one, and whatever that one reads enters the first-level cache after the next one began with an empty cache. The
+    kernel between the two may write to the same memory (the allocator gives freed buffers out at once), and the next one would find the
+    old lines. With the wait first, only neighbours ever stand side by side, and no kernel reads what it writes.
     """
     if DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @jit

@@ -5,6 +5,9 @@ them (threshold: confidence >= threshold, and always the surest ceil(masks / ste
 schedule; or a given choice); chosen slots take their token. Then: first masked slot, first stop token, faults. One program a row, no
 host synchronisation.
 
+For loops of one's own, whose canvas and block borders are plain tensors. The captured loop (``dllm/device_loop.py``) uses
+``denoise_step.commit_step`` instead, which makes the same decision and also ends rows and opens their next blocks in one launch.
+
 Bytes moved: about 45 a slot (token, confidence, canvas, flags, result); latency bound. Ranking compares all pairs of a block: S <= 128.
 """
 

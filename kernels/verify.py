@@ -6,6 +6,9 @@ et al. 2024, arXiv:2403.10444) accepts the longest prefix i with u_i < h_i, h fr
 max(P_i p_{i+1} - q_{i+1}, 0). The next token is drawn from max(P p - q, 0) of the first slot that was not accepted, by inversion with
 the last number.
 
+For loops of one's own, and the only kernels here for drafts that are sampled. The captured greedy rounds (``dllm/speculate_device.py``) use
+``draft_round.commit_round`` instead, which accepts by the same greedy rule and also commits, stops and sets up the next round.
+
 Launches: acceptance (one program a row), partial sums of the residual by split of the vocabulary, then the draw, which reads one split
 again; block adds the sums S_i before. Bytes moved: the drafted entries, and V * 4 * 2 a row (p and q of one slot); block: V * 4 * 2 *
 (n - 1) a row more.

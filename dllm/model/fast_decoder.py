@@ -24,7 +24,7 @@ from dllm.model.decoder import Attention, Decoder, DecoderLayer, SwiGLU
 from dllm.model.kv_store import KVStore
 from dllm.types import Attend, RowStats
 
-MAX_ROWS = 128
+MAX_ROWS = 256
 """New rows of one sequence that the attention kernel takes; a longer forward (a prefill) is bound by arithmetic, not by memory."""
 
 

@@ -28,6 +28,7 @@ from dllm.evals.bench.record import Record
 from dllm.evals.bench.shapes import SHAPES, Shape
 from dllm.evals.bench.steps import fused_decoder
 from dllm.evals.bench.timing import Deadline, summary
+from dllm.evals.bench.trace import summarise, trace
 from dllm.model.fast_decoder import FastDecoder
 from dllm.noise import CounterNoise
 from dllm.pipeline import DiffusionLM
@@ -118,7 +119,8 @@ def bench_decoding(
                 _decode(f"{name} b{batch}", run, record, lm.device, runs, batch)
         if batch == 1 and lm.device.type == "cuda":
             if deadline.left() > 3:
-                record.add("e2e", "profile ours b1", **profile(drivers["ours"]))
+                result, events = trace(drivers["ours"], lm.device)
+                record.add("e2e", "profile ours b1", **summarise(events, result.stats.nfe))
             if deadline.left() > 40:
                 with compiled_layers(lm.model):
                     twin = partial(_with_references, partial(_on_device, lm.model, request, Steps()))
@@ -176,41 +178,6 @@ def _decode(
         ms_per_forward=decode.ms / max(nfe - 1, 1),
     )
     return result
-
-
-def profile(run: Callable[[], Any]) -> dict[str, Any]:
-    """GPU time of one call: the share spent in our Triton kernels, the largest others, and the calls that make the host wait."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    run()
-    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        run()
-        torch.cuda.synchronize()
-    ours = total = 0.0
-    others: dict[str, float] = {}
-    waits: dict[str, int] = {}
-    launches = 0
-    for event in trace.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spent = event.device_time_total
-            total += spent
-            if event.name.startswith("_") and event.name.endswith("_kernel"):
-                ours += spent
-            else:
-                others[event.name[:60]] = others.get(event.name[:60], 0.0) + spent
-        elif "Synchronize" in event.name:
-            waits[event.name] = waits.get(event.name, 0) + 1
-        elif "GraphLaunch" in event.name:
-            launches += 1
-    top = sorted(others.items(), key=lambda item: -item[1])[:6]
-    return {
-        "gpu_ms": total / 1e3,
-        "our_share": ours / total if total else 0.0,
-        "others_ms": {name: spent / 1e3 for name, spent in top},
-        "host_waits": waits,
-        "graph_launches": launches,
-    }
 
 
 def bench_ar(record: Record, deadline: Deadline, device: torch.device, new_tokens: int = 128, runs: int = 3) -> None:

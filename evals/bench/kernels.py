@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from dllm.types import Attend, pack_bits
 CACHE_BYTES = 160 * 2**20
 """Inputs of one graph together: about three times the second-level cache of an H200."""
 MIN_RUNS = 4
+COMPILE_S = 20.0
 TOP1 = frozenset({"top1"})
 
 
@@ -52,13 +54,14 @@ TINY = Sizes(257, 64, 96, 130, 32, 200, 9, 5, 16, ((4, 4), (4, 2)))
 @dataclass(frozen=True)
 class Case:
     """One entry: ``make`` gives (kernel, baseline, reference) over fresh inputs; tolerance: largest error allowed, relative to the
-    reference's largest magnitude."""
+    reference's largest magnitude; slow: its baseline is compiled first, so it is left out unless ``COMPILE_S`` seconds are left."""
 
     name: str
     bytes_moved: int
     make: Callable[[], tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]]
     tolerance: float
     baseline: str
+    slow: bool = False
 
 
 def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -92,7 +95,7 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
         logits = random(1, rows, sizes.vocab, scale=3.0)
         return (
             lambda: row_stats(logits, TOP1).log_total,
-            lambda: logits.float().softmax(-1).max(-1),
+            lambda: likeliest(logits),
             lambda: row_stats_reference(logits, TOP1).log_total,
         )
 
@@ -105,7 +108,9 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
             "softmax + max",
         )
 
-    def mixed(heads: int, kv_heads: int, tree: bool) -> Any:
+    flexible: dict[tuple[int, int], Callable[[], Tensor]] = {}
+
+    def mixed(heads: int, kv_heads: int, tree: bool, flex: bool = False) -> Any:
         q, k, v = (random(1, h, sizes.rows, sizes.head_dim) for h in (heads, kv_heads, kv_heads))
         keys, values = (random(1, kv_heads, sizes.keys, sizes.head_dim) for _ in range(2))
         group = torch.zeros(1, sizes.keys, dtype=torch.int32, device=device)
@@ -116,13 +121,20 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
             for row in range(1, sizes.rows):
                 parents[row] |= parents[(row - 1) // 2]
             attend = Attend(attend.key_group, attend.low, attend.group, pack_bits(parents[None]))
-        mask = attend.mask()[:, None]
+        mask = attend.mask()
         plan = plan_tiles(attend)
-
-        def plain() -> Tensor:
-            wide_k, wide_v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
-            return F.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=mask, enable_gqa=heads != kv_heads)
-
+        # The baselines find the new rows behind the stored ones already, as in a cache that holds both.
+        wide_k, wide_v = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        gqa = heads != kv_heads
+        if flex:
+            # One for all copies: every further mask would be compiled again, and its keys alone exceed the cache.
+            if (heads, kv_heads) not in flexible:
+                flexible[heads, kv_heads] = flex_attention_of(q, wide_k, wide_v, mask, gqa)
+            plain = flexible[heads, kv_heads]
+        else:
+            plain = lambda: F.scaled_dot_product_attention(  # noqa: E731
+                q, wide_k, wide_v, attn_mask=mask[:, None], enable_gqa=gqa
+            )
         return (
             lambda: attention(q, k, v, attend, keys, values, plan=plan),
             plain,
@@ -186,6 +198,56 @@ def cases(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Ca
 
     yield Case(f"swiglu [{sizes.rows}, {2 * sizes.ffn}]", 6 * sizes.rows * sizes.ffn, gated, wide, "PyTorch")
 
+    for heads, kv_heads in sizes.heads:
+        yield Case(
+            f"attention tree {sizes.rows} rows over {sizes.keys}, {heads}/{kv_heads} heads, against FlexAttention",
+            4 * kv_heads * sizes.keys * sizes.head_dim,
+            lambda heads=heads, kv_heads=kv_heads: mixed(heads, kv_heads, True, flex=True),  # type: ignore[misc]
+            wide,
+            "FlexAttention, compiled",
+            slow=True,
+        )
+
+    def stats_compiled() -> Any:
+        logits = random(1, sizes.rows, sizes.vocab, scale=3.0)
+        return (
+            lambda: row_stats(logits, TOP1).log_total,
+            lambda: compiled(likeliest, device)(logits),
+            lambda: row_stats_reference(logits, TOP1).log_total,
+        )
+
+    yield Case(
+        f"row_stats [{sizes.rows}, {sizes.vocab}], against torch.compile",
+        2 * sizes.rows * sizes.vocab,
+        stats_compiled,
+        1e-3,
+        "softmax + max, compiled",
+        slow=True,
+    )
+
+
+def likeliest(logits: Tensor) -> Any:
+    """(probability, id) of each row's likeliest id, as plain PyTorch finds them."""
+    return logits.float().softmax(-1).max(-1)
+
+
+@lru_cache(maxsize=8)
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """``torch.compile`` of a function on CUDA; the function itself on the CPU, where only its result is looked at."""
+    return torch.compile(function, dynamic=False) if device.type == "cuda" else function
+
+
+def flex_attention_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, gqa: bool) -> Callable[[], Tensor]:
+    """FlexAttention over keys and values [B, K, N, D] with mask [B, Q, N] bool as data; its block mask is made here, once."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask[b, query, key]
+
+    blocks = create_block_mask(seen, q.shape[0], None, q.shape[2], k.shape[2], device=str(q.device))
+    call = compiled(flex_attention, q.device)
+    return lambda: call(q, k, v, block_mask=blocks, enable_gqa=gqa)
+
 
 def error_of(ours: Tensor, truth: Tensor) -> float:
     """Largest difference, relative to the truth's largest magnitude; infinite where ours is not finite."""
@@ -201,27 +263,37 @@ def bench_kernels(
     for case in cases(sizes, device, dtype):
         if deadline.left() < 1.0:
             break
-        wanted = -(-CACHE_BYTES // max(case.bytes_moved, 1)) if device.type == "cuda" else 1
-        # Several in one graph even of the largest, so that the launch of the graph does not count.
-        made = [case.make() for _ in range(max(1 if device.type == "cpu" else MIN_RUNS, min(wanted, 24)))]
-        kernel, _, reference = made[0]
-        error = error_of(kernel(), reference())
-        if not error <= case.tolerance:
-            record.add("kernels", case.name, red_gate=f"error {error:.3g}, allowed {case.tolerance}")
+        if case.slow and deadline.left() < COMPILE_S:
             continue
-        ours = _each([entry[0] for entry in made], device)
-        plain = _each([entry[1] for entry in made], device)
-        record.add(
-            "kernels",
-            case.name,
-            ours={"ms": ours.ms, "p10": ours.p10, "p90": ours.p90},
-            baseline={"ms": plain.ms, "p10": plain.p10, "p90": plain.p90},
-            baseline_name=case.baseline,
-            gb_per_s=case.bytes_moved / ours.ms / 1e6,
-            share=case.bytes_moved / (ours.ms / 1e3) / rates.copy,
-            factor=plain.ms / ours.ms,
-            error=error,
-        )
+        try:
+            _bench_case(case, device, rates, record)
+        except Exception as error:  # noqa: BLE001
+            # A baseline that this version cannot compile must not cost the other entries.
+            record.add("kernels", case.name, failed=f"{type(error).__name__}: {error}"[:300])
+
+
+def _bench_case(case: Case, device: torch.device, rates: Rates, record: Record) -> None:
+    wanted = -(-CACHE_BYTES // max(case.bytes_moved, 1)) if device.type == "cuda" else 1
+    # Several in one graph even of the largest, so that the launch of the graph does not count.
+    made = [case.make() for _ in range(max(1 if device.type == "cpu" else MIN_RUNS, min(wanted, 24)))]
+    kernel, _, reference = made[0]
+    error = error_of(kernel(), reference())
+    if not error <= case.tolerance:
+        record.add("kernels", case.name, red_gate=f"error {error:.3g}, allowed {case.tolerance}")
+        return
+    ours = _each([entry[0] for entry in made], device)
+    plain = _each([entry[1] for entry in made], device)
+    record.add(
+        "kernels",
+        case.name,
+        ours={"ms": ours.ms, "p10": ours.p10, "p90": ours.p90},
+        baseline={"ms": plain.ms, "p10": plain.p10, "p90": plain.p90},
+        baseline_name=case.baseline,
+        gb_per_s=case.bytes_moved / ours.ms / 1e6,
+        share=case.bytes_moved / (ours.ms / 1e3) / rates.copy,
+        factor=plain.ms / ours.ms,
+        error=error,
+    )
 
 
 def _each(runs: list[Callable[[], Any]], device: torch.device) -> Timing:

@@ -77,10 +77,7 @@ def markdown(entries: Sequence[Entry], environment: Mapping[str, str], rates: Ma
                 for e in whole
             ],
         )  # fmt: skip
-    for e in entries:
-        if "our_share" in e:
-            lines += [f"{e['name']}: {100 * e['our_share']:.0f} % of {e['gpu_ms']:.1f} ms GPU time in our kernels; "
-                      f"{e['graph_launches']} graph launches, host waits {e['host_waits']}", ""]  # fmt: skip
+    lines += _profiles([e for e in entries if "our_share" in e or "failed" in e])
     published = [e for e in entries if "ms_per_step" in e]
     if published:
         lines += _table(
@@ -99,6 +96,39 @@ def markdown(entries: Sequence[Entry], environment: Mapping[str, str], rates: Ma
             ],
         )
     return "\n".join(lines)
+
+
+def _profiles(entries: Sequence[Entry]) -> list[str]:
+    """The methods' shares of GPU time, and the largest kernels of each."""
+    traced = [e for e in entries if "our_share" in e]
+    lines = []
+    if traced:
+        kinds = ("ours", "cublas", "attention", "memory", "other")
+        lines += _table(
+            "GPU time",
+            ("run", "steps", "GPU us a step", *(f"{kind} %" for kind in kinds), "graph launches", "host calls while decoding"),
+            [
+                (
+                    e["name"], e["steps"], f"{e['gpu_us_a_step']:.1f}", *(f"{100 * e['shares'].get(kind, 0.0):.1f}" for kind in kinds),
+                    e["graph_launches"], _calls(e["host"] if e["decoding"] is None else e["decoding"]),
+                )
+                for e in traced
+            ],
+        )  # fmt: skip
+        lines += _table(
+            "Largest kernels",
+            ("run", "kernel", "share %", "us", "runs a step"),
+            [
+                (e["name"], name, f"{100 * share:.1f}", f"{us:.2f}", f"{runs:.1f}")
+                for e in traced
+                for name, share, us, runs in e["kernels"]
+            ],
+        )
+    return lines + [line for e in entries if "failed" in e for line in (f"{e['name']}: failed: {e['failed']}", "")]
+
+
+def _calls(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counted.items()) or "none"
 
 
 def write(

@@ -1,9 +1,9 @@
 """``dllm bench``, also ``python -m dllm.evals.bench.run --part kernels,steps --out FOLDER --time-limit 120``.
 
 Parts: tune (measure the products' table of ``kernels/linear_table.py``, once a device; left out by default), kernels, steps, e2e (the
-shipped model), 8b (the published rule at LLaDA-8B's shape). Each measures its most important entries
-first and stops when its share of the time limit is over; every entry is on disk as soon as it is measured. ``--device cpu --shape tiny``
-runs everything end to end on tiny sizes, to see that it works: its times mean nothing.
+shipped model), 8b (the published rule at LLaDA-8B's shape), profile (GPU time by kernel, of methods and of steps). Each measures its
+most important entries first and stops when its share of the time limit is over; every entry is on disk as soon as it is measured.
+``--device cpu --shape tiny`` runs everything end to end on tiny sizes, to see that it works: its times mean nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from dllm.evals.bench.timing import Deadline, Rates, measure_rates
 from dllm.evals.bench.warm import warm
 from dllm.kernels.linear_table import Kind, LinearShape, current_table
 
-PARTS = ("tune", "kernels", "steps", "e2e", "8b")
+PARTS = ("tune", "kernels", "steps", "e2e", "8b", "profile")
 STEP_SHAPES = ("llada-8b", "smollm2-135m", "qwen3-4b", "sdar-4b", "qwen3-8b", "qwen3-8b-drafter", "dream-7b")
+PROFILED = ("smollm2-135m", "llada-8b", "qwen3-4b")
 TUNE_S = 25.0
 """Seconds that measuring one product's candidates may take, compilation included."""
 FULL_GRID = ("llada-8b", "smollm2-135m", "qwen3-4b")
@@ -86,6 +87,8 @@ def run_part(part: str, options: Any, device: torch.device, rates: Rates, record
             bench_shape(SHAPES[name], points, device, rates, record, deadline, options.compile, dtype)
     elif part == "e2e":
         _bench_e2e(options, device, record, deadline, dtype, tiny)
+    elif part == "profile":
+        _profile(options, device, record, deadline, dtype, tiny)
     else:
         sizes = dict(shape=SHAPES["tiny"], prompt=8, new_tokens=8, block=4) if tiny else {}
         bench_published(device, record, deadline, dtype=dtype, **sizes)  # type: ignore[arg-type]
@@ -130,6 +133,22 @@ def _bench_e2e(
         bench_ar(record, deadline, device, tokens)
 
 
+def _profile(
+    options: Any, device: torch.device, record: Record, deadline: Deadline, dtype: torch.dtype, tiny: bool
+) -> None:
+    from dllm.evals.bench.profile import profile_methods, profile_steps
+    from dllm.pipeline import DiffusionLM
+
+    names = PROFILED if options.shape is None else tuple(options.shape.split(","))
+    places = {"points": tuple(TINY_POINTS[:1])} if tiny else {}
+    # Methods first: they are the smaller half, and no shape's weights are in the way.
+    if options.methods:
+        lm = DiffusionLM.from_pretrained(options.model, dtype=dtype, device=device)
+        profile_methods(lm, record, deadline, 8 if tiny else 128)
+        del lm
+    profile_steps([SHAPES[name] for name in names], record, deadline, device, dtype, **places)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dllm bench", description=__doc__)
     parser.add_argument("--part", default=",".join(PARTS[1:]), help="comma-separated: " + ", ".join(PARTS))
@@ -142,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="five places a shape instead of ten")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave the compiled twin out")
     parser.add_argument("--no-ar", dest="ar", action="store_false", help="leave the AR model out")
+    parser.add_argument("--no-methods", dest="methods", action="store_false", help="profile the steps only")
     parser.add_argument("--no-picture", action="store_true", help="leave the picture out")
     return parser
 

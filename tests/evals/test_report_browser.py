@@ -65,10 +65,10 @@ def browse(folder, address, *flags):
     return done.stdout
 
 
-@pytest.mark.parametrize("width", [390, 1100])
+@pytest.mark.parametrize("width", [390, 800, 1100, 1280])
 def test_nothing_is_wider_than_the_screen_and_the_replay_runs(folder, width):
     (folder / "probe.html").write_text(PROBE.format(width=width), encoding="utf-8")
-    page = browse(folder, (folder / "probe.html").as_uri(), "--dump-dom", "--window-size=1300,1000")
+    page = browse(folder, (folder / "probe.html").as_uri(), "--dump-dom", "--window-size=1400,1000")
     found = re.search(r'<pre id="out">(.*?)</pre>', page, re.S)
     assert found is not None
     # Two runs in two charts; the replay shows both.

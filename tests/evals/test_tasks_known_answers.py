@@ -99,3 +99,29 @@ def test_the_command_reports_and_fails_on_a_miss(tmp_path, monkeypatch):
     )
     result = CliRunner().invoke(app, ["gsm8k", "--data", str(file)])
     assert result.exit_code == 1 and "0 of 12 known answers score 0" in result.output
+
+
+def test_the_same_program_runs_once_and_counts_each_time():
+    task = get_task("humaneval_infilling_multi_line")
+    samples = task.samples(HERE / "humaneval_infilling_multi_line.jsonl")
+    programs = [s.prefix + output + s.suffix for s in samples for output, _ in task.check(s) if output.strip()]
+    ran = []
+
+    def run(program, tests):
+        ran.append(program)
+        return execute(program, tests)
+
+    found = known_answers(task, [*samples, *samples], run)
+    assert found.misses == () and found.num_checked == {1.0: 2 * len(samples), 0.0: 4 * len(samples)}
+    assert len(ran) == len(set(programs)) < 2 * len(programs)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not here")
+def test_all_multi_line_middles_make_few_programs_and_a_part_of_them_passes():
+    task = get_task("humaneval_infilling_multi_line")
+    samples = task.samples(SHARED / "humaneval_infilling_multiline.jsonl.gz")
+    # Every gap of a problem is cut from the same solution, up to the line ends at its end: one sample stands for all of them.
+    by_program = {s.prefix + s.reference + s.suffix: s for s in samples}
+    assert len(samples) > 2000 and len(by_program) < 164
+    chosen = list(by_program.values())[::8]
+    assert all(task.score(s, s.reference, execute)["pass@1"] == 1.0 for s in chosen)

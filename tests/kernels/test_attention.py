@@ -103,7 +103,7 @@ def assert_close(out, expected, dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("queries", "keys", "splits"), [(1, 63, 1), (7, 257, 2), (66, 70, 1)])
+@pytest.mark.parametrize(("queries", "keys", "splits"), [(1, 63, 1), (7, 257, 2), (66, 70, 1), (200, 30, 1)])
 def test_the_kernel_follows_both_rules_of_every_constructor(device, kind, queries, keys, splits):
     batch, heads, kv_heads, head_dim = 2, 4, 2 if queries < 9 else 1, 16
     for seed in range(3 if device == "cuda" else 1):
