@@ -5,7 +5,8 @@
     DLLM_VERIFY         1: compare the checksums of cached models on every load, not only after a change (default: 0)
     DLLM_KERNELS        reference: plain PyTorch instead of the Triton kernels, for comparison (default: auto)
     DLLM_DEPENDENT_LAUNCH   1: a kernel is set up while the one before it still runs (default: 0, until more devices have been tested)
-    DLLM_CAPTURED_DRAFTS    1: draft-and-verify rounds on CUDA run as CUDA graphs (default: 0, until they have been tested on a device)
+    DLLM_CAPTURED_DRAFTS    0: draft-and-verify rounds on CUDA run eagerly, not as CUDA graphs (default: 1)
+    DLLM_PACKED         0: no second copy of weights, packed for few rows, on a CPU (default: 1)
 
 They are read at each call, never at import, so that a test or a notebook can set them.
 """
@@ -15,7 +16,15 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["cache_folder", "captured_drafts", "dependent_launch", "kernels_mode", "smollm2_gguf", "verify_always"]
+__all__ = [
+    "cache_folder",
+    "captured_drafts",
+    "dependent_launch",
+    "kernels_mode",
+    "packed_weights",
+    "smollm2_gguf",
+    "verify_always",
+]
 
 
 def cache_folder() -> Path:
@@ -54,9 +63,14 @@ def dependent_launch() -> bool:
     return _choice("DLLM_DEPENDENT_LAUNCH", ("0", "1")) == "1"
 
 
+def packed_weights() -> bool:
+    """Whether products of few rows on a CPU read packed copies of weights. Raises ValueError if the variable is neither 0 nor 1."""
+    return _choice("DLLM_PACKED", ("1", "0")) == "1"
+
+
 def captured_drafts() -> bool:
     """Whether draft-and-verify rounds on CUDA are captured. Raises ValueError if the variable is neither 0 nor 1."""
-    return _choice("DLLM_CAPTURED_DRAFTS", ("0", "1")) == "1"
+    return _choice("DLLM_CAPTURED_DRAFTS", ("1", "0")) == "1"
 
 
 def _choice(name: str, accepted: tuple[str, ...]) -> str:

@@ -1,5 +1,5 @@
 """Draft-and-verify decoding of AR models: the public face. The loop is ``speculate_loop.py``;
-on CUDA, for a target on our decoder and with DLLM_CAPTURED_DRAFTS=1, whole rounds run as graphs (``speculate_device.py``).
+on CUDA, for a target on our decoder whole rounds run as graphs (``speculate_device.py``).
 
 What a call is asked for: ``speculate_request.py``; state and judgement of a round: ``speculate_state.py``; the target's
 side (our decoder, Hugging Face models): ``speculate_targets.py``; when drafting pays: ``draft_cost.py``.

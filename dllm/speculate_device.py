@@ -253,7 +253,7 @@ def refuses(target: Target, drafter: Drafter | None, request: SpeculateRequest) 
     if kernels_mode() == "reference":
         return "DLLM_KERNELS=reference"
     if not captured_drafts():
-        return "DLLM_CAPTURED_DRAFTS is not 1"
+        return "DLLM_CAPTURED_DRAFTS is 0"
     if drafter is None:
         return "no drafter"
     return supports(target, drafter, request)

@@ -38,6 +38,8 @@ from dllm.types import RowStats
 
 _WIDTH = 8
 """Neighbouring logits that one thread reduces before anything else: one 16-byte load of bf16."""
+_GROUPS = 128
+"""Threads of a program; each takes one piece of _WIDTH from every slice of a tile."""
 
 
 def row_stats_reference(
@@ -418,14 +420,12 @@ def _combine_kernel(
 
 
 class Split(NamedTuple):
-    """How the vocabulary is cut: ids of a tile (a power of two), splits, ids of a split (a multiple of the tile), tiles of a row; warps of
-    a program."""
+    """How the vocabulary is cut: ids of a tile, splits, ids of a split (a multiple of the tile), tiles of a row."""
 
     tile: int
     splits: int
     split_length: int
     tiles: int
-    num_warps: int = 4
 
 
 def split_of(rows: int, vocab: int, sample: bool, device: torch.device) -> Split:
@@ -486,13 +486,12 @@ def row_numbers_triton(
         inverse = 1.0 / temperature if temperature > 0 else 1.0
         # Eight programs of 128 threads fill a multiprocessor at 64 registers, which the shortest variant needs a few more than.
         limit = {} if entropy or margin or sample or top_k or not logits.is_cuda else {"maxnreg": 64}
-        # Each thread takes one piece of _WIDTH from every slice of a tile.
-        groups = min(32 * cut.num_warps, cut.tile // _WIDTH)
+        groups = min(_GROUPS, cut.tile // _WIDTH)
         common = dict(BANNED=banned is not None, ENTROPY=entropy, MARGIN=margin, SAMPLE=sample, **dependent(logits))
         _partials_kernel[(total,)](
             logits, ban, partials, indices, top_values, top_ids,
             slots, vocab, cut.splits, cut.split_length, cut.tiles, total, *strides, inverse,
-            **common, TOP_K=top_k, SLICES=cut.tile // (groups * _WIDTH), GROUPS=groups, WIDTH=_WIDTH, num_warps=cut.num_warps,
+            **common, TOP_K=top_k, SLICES=cut.tile // (groups * _WIDTH), GROUPS=groups, WIDTH=_WIDTH, num_warps=4,
             **limit,
         )  # fmt: skip
         _combine_kernel[(rows,)](

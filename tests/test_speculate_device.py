@@ -250,14 +250,14 @@ def test_on_the_gpu_graphs_and_kernels_give_the_hosts_tokens(kind):
     assert all(one.captured.graph is not None for one in rounds.built.values())
 
 
-def test_captured_rounds_are_taken_on_cuda_only_where_they_are_asked_for(monkeypatch):
+def test_captured_rounds_are_taken_on_cuda_unless_they_are_turned_off(monkeypatch):
     far: Any = SimpleNamespace(device=torch.device("cuda"))
     drafter: Any = object()
     request = request_of(prompts(0))
-    monkeypatch.delenv("DLLM_CAPTURED_DRAFTS", raising=False)
-    assert refuses(far, drafter, request) == "DLLM_CAPTURED_DRAFTS is not 1"
-    monkeypatch.setenv("DLLM_CAPTURED_DRAFTS", "1")
+    monkeypatch.setenv("DLLM_CAPTURED_DRAFTS", "0")
+    assert refuses(far, drafter, request) == "DLLM_CAPTURED_DRAFTS is 0"
+    monkeypatch.delenv("DLLM_CAPTURED_DRAFTS")
     assert refuses(far, None, request) == "no drafter"
     monkeypatch.setenv("DLLM_CAPTURED_DRAFTS", "yes")
-    with pytest.raises(ValueError, match="DLLM_CAPTURED_DRAFTS must be one of 0, 1: got 'yes'"):
+    with pytest.raises(ValueError, match="DLLM_CAPTURED_DRAFTS must be one of 1, 0: got 'yes'"):
         refuses(far, drafter, request)

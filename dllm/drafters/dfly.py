@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dllm.drafters.drafter import Drafter, pick, spread, stack_draft
 from dllm.model.decoder import RMSNorm
+from dllm.model.packed import Linear
 from dllm.types import Draft
 
 CPU_CANDIDATES = 64
@@ -30,9 +31,9 @@ class HiddenCorrection(nn.Module):
     def __init__(self, width: int, inner: int, eps: float) -> None:
         super().__init__()
         self.hidden_norm, self.embed_norm = RMSNorm(width, eps), RMSNorm(width, eps)
-        self.gate_proj = nn.Linear(2 * width, inner, bias=False)
-        self.up_proj = nn.Linear(2 * width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = Linear(2 * width, inner, bias=False)
+        self.up_proj = Linear(2 * width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
         nn.init.zeros_(self.down_proj.weight)
 
     def forward(self, hidden: Tensor, previous: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from dllm.drafters.config import DraftConfig, Layout
 from dllm.drafters.target import Target
 from dllm.model.decoder import Attention, DecoderLayer, RMSNorm, grouped_mask, inverse_frequencies, rotate
 from dllm.model.kv_store import KVStore
+from dllm.model.packed import Linear
 from dllm.noise import STREAM_TOKEN
 from dllm.samplers.verify import sample_law
 from dllm.types import LOWEST_GROUP, PADDING_GROUP, Attend, Draft, Noise, pack_bits
@@ -58,12 +59,12 @@ class Drafter(nn.Module, ABC):
         # In a tuple, so that the target's weights do not become parameters of the drafter.
         self._target = (Target.of(target),)
         body = config.body
-        self.fc = nn.Linear(config.feature_width, body.hidden_size, bias=False)
+        self.fc = Linear(config.feature_width, body.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.layers = nn.ModuleList(self.make_layer(i) for i in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         rows = config.draft_vocab_size
-        self.lm_head = None if rows is None else nn.Linear(body.hidden_size, rows, bias=False)
+        self.lm_head = None if rows is None else Linear(body.hidden_size, rows, bias=False)
         self.register_buffer("d2t", None if rows is None else torch.zeros(rows, dtype=torch.int64))
         self._frequencies: Tensor | None = None
         self.store: KVStore | None = None

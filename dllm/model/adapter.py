@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dllm.model.decoder import Decoder, RMSNorm
+from dllm.model.packed import Linear
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -216,7 +217,7 @@ def fold(base: Decoder, config: AdapterConfig, state: dict[str, Tensor]) -> Deco
                     )
                 deltas.append(b @ a)
             delta = torch.cat(deltas).to(linear.weight.device) * scale
-            merged = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+            merged = Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
             merged.weight = nn.Parameter((linear.weight.float() + delta).to(linear.weight.dtype), requires_grad=False)
             if linear.bias is not None:
                 merged.bias = linear.bias

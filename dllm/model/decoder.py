@@ -17,6 +17,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dllm.model.kv_store import KVStore
+from dllm.model.packed import Linear, linear
 from dllm.types import Attend
 
 
@@ -111,8 +112,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.out = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.qkv = Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.out = Linear(self.heads * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -145,8 +146,8 @@ class SwiGLU(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
-        self.down = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.gate_up = Linear(hidden_size, 2 * intermediate_size, bias=bias)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
@@ -191,7 +192,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = None if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.mask_embedding: nn.Parameter | None = None
         self.inv_freq: Tensor
         self.register_buffer("inv_freq", inverse_frequencies(config), persistent=False)
@@ -267,4 +268,4 @@ class Decoder(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> logits [..., V] in the decoder's dtype."""
-        return F.linear(hidden, self.head_weight)
+        return linear(hidden, self.head_weight)

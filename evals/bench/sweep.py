@@ -100,17 +100,11 @@ def _attention_configs(shape: tuple[int, ...], processors: int) -> list[Attentio
 def _row_splits(shape: tuple[int, ...], processors: int) -> list[Split]:
     rows, vocab = shape
     found = []
-    # Programs of more warps take fewer places on a multiprocessor, so there are fewer of them.
-    for warps, tiles_of_it, places in (
-        (4, (1024, 2048, 4096, 8192), (2, 4, 8)),
-        (8, (2048, 4096, 8192), (1, 2, 4)),
-        (2, (1024, 2048), (8, 16)),
-    ):
-        for tile in tiles_of_it:
-            tiles = ceil_div(vocab, tile)
-            for a_processor in places:
-                length = ceil_div(tiles, min(max(a_processor * processors // rows, 1), tiles)) * tile
-                found.append(Split(tile, ceil_div(vocab, length), length, tiles, warps))
+    for tile in (1024, 2048, 4096, 8192):
+        tiles = ceil_div(vocab, tile)
+        for a_processor in (2, 4, 8):
+            length = ceil_div(tiles, min(max(a_processor * processors // rows, 1), tiles)) * tile
+            found.append(Split(tile, ceil_div(vocab, length), length, tiles))
     return list(dict.fromkeys(found))
 
 

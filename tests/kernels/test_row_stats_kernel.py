@@ -91,8 +91,7 @@ def test_one_id_is_certain(device: str) -> None:
 def test_a_whole_vocabulary_in_several_tiles_a_split(device: str) -> None:
     logits = logits_of(0, 126464, dtype=torch.bfloat16)
     # Few programs, since the interpreter pays by the program; on the device also as it splits by itself.
-    splits: list[Any] = [Split(16384, 4, 32768, 8), Split(16384, 4, 32768, 8, num_warps=8)]
-    splits += [] if device == "cpu" else [None, Split(2048, 31, 4096, 62, num_warps=2)]
+    splits: list[Any] = [Split(16384, 4, 32768, 8)] + ([] if device == "cpu" else [None])
     uniform = torch.tensor([[0.3, 0.9]])
     for split in splits:
         got = row_numbers_triton(on(device, logits), ALL, split=split)
