@@ -51,6 +51,17 @@ class Method:
     def autoregressive(self) -> bool:
         return self.model == BASE
 
+    def settings(self, infill: bool) -> dict[str, Any]:
+        """What a saved run of an infill, or of another task, says of this method in its settings."""
+        return {
+            "model": self.model,
+            "kind": "ar" if self.autoregressive else "diffusion",
+            "options": dict(self.options),
+            "drafter": self.drafter,
+            "guide": None if self.guide is None else "base, " + ", ".join(f"{k} {v}" for k, v in self.guide.items()),
+            **({"ar_infill": self.ar_infill if self.autoregressive else None} if infill else {}),
+        }
+
 
 @dataclass(frozen=True)
 class Entry:

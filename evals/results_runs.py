@@ -132,21 +132,15 @@ def settings_of(entry: Entry, choice: Choice, models: Models) -> dict[str, Any]:
     infill = entry.length is not None
     names = {method.model, method.drafter} - {None, BASE}
     return {
-        "model": method.model,
+        **method.settings(infill),
         "weights": {name: models.weights(str(name)) for name in sorted(map(str, names))} or None,
-        "kind": "ar" if method.autoregressive else "diffusion",
-        "options": dict(method.options),
-        "drafter": method.drafter,
-        "guide": None if method.guide is None else "base, " + ", ".join(f"{k} {v}" for k, v in method.guide.items()),
         "judge": BASE if choice.judge else None,
         "max_new_tokens": choice.fill_tokens if infill else choice.tokens,
         "batch_size": choice.batch_size,
         "limit": choice.limit,
         "data": FILES[entry.task],
         "note": choice.note,
-        **(
-            {"length": entry.length, "ar_infill": method.ar_infill if method.autoregressive else None} if infill else {}
-        ),
+        **({"length": entry.length} if infill else {}),
     }
 
 

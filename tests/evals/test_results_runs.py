@@ -1,6 +1,8 @@
 """The runs behind docs/results.md: what is there is kept, what fails is survived, what was deferred is scored to the same bytes."""
 
+import dataclasses
 import json
+import re
 import tarfile
 import time
 
@@ -9,9 +11,9 @@ from typer.testing import CliRunner
 
 from dllm.evals import results_runs, runner
 from dllm.evals.report_data import find_runs, load_views
-from dllm.evals.results_page import method_name, render_results
-from dllm.evals.results_plan import BD8, FILES, GENERATE, INFILL, LENGTHS, Entry, Method, plan
-from dllm.evals.results_runs import Choice, Models, pack_runs, run_all, run_entry
+from dllm.evals.results_page import _at_limit, is_run, method_name, render_results
+from dllm.evals.results_plan import BD8, FILES, FILL_BD8, GENERATE, INFILL, LENGTHS, Entry, Method, plan
+from dllm.evals.results_runs import Choice, Models, pack_runs, run_all, run_entry, settings_of
 from dllm.evals.results_score import score_run
 from dllm.evals.run_store import RESULT, SAMPLES, load_run
 from dllm.evals.runner import Extras, run_task, source_digest, versions
@@ -147,20 +149,74 @@ def test_everything_comes_home_in_one_file_and_makes_the_page(tmp_path, choice):
     views = load_views([tmp_path / "home"])
     page = render_results(views)
     assert page == render_results(load_views([out]))
-    row = next(line for line in page.splitlines() if line.startswith("| aesop_infill: other, threshold 0.9 |"))
+    row = next(
+        line for line in page.splitlines() if line.startswith("| aesop_infill: other, threshold 0.9 (A, 8 tokens) |")
+    )
     assert row.count("100.0 (51.0 to 100.0)") == 3
-    head = next(line for line in page.splitlines() if line.startswith("| task and method |"))
-    assert head == "| task and method | oracle | fixed:16 | auto |"
+    head = next(line for line in page.splitlines() if line.startswith("| task: method (setting) |"))
+    assert head == "| task: method (setting) | oracle | fixed:16 | auto |"
     # Each length setting is compared with its like: run 4, 5, 6 with 1, 2, 3.
-    differences = page[page.index("Differences from the first run of the same length setting") :].splitlines()
+    differences = page[page.index("Differences from the first run of the same length,") :].splitlines()
     against = {
         line.split(".")[0].strip("| "): line.split("|")[2].strip()
         for line in differences
         if line[:3] in ("| 4", "| 5", "| 6")
     }
     assert against == {"4": "1", "5": "2", "6": "3"}
-    assert "- all: " in page and "note a note" in page
-    assert {method_name(view) for view in views} == {"smollm2-135m, by prefix", "other, threshold 0.9"}
+    assert "- A: none, none, a note, batch_size 2, " in page
+    assert {method_name(v.settings) for v in views} == {"smollm2-135m, by prefix", "other, threshold 0.9"}
+    assert "Story infill on fables" in page and "per second" not in page and "seconds" not in page
+
+
+def test_only_runs_of_one_setting_are_compared_and_what_was_not_run_is_named(tmp_path, choice):
+    models = Oracles("cpu", "float32")
+    base, fill = Method("00-ar-prefix", "smollm2-135m"), Method("10-bd8", "smollm2-135m-bd8", dict(FILL_BD8.options))
+    for name, tokens, methods_of in (("long", 8, (base, fill)), ("short", 4, (fill, base)), ("alone", 6, (fill,))):
+        for i, method in enumerate(methods_of):
+            run_all(
+                [Entry("aesop_infill", method, "auto")],
+                dataclasses.replace(choice, fill_tokens=tokens),
+                models,
+                tmp_path / name / str(i),
+            )
+    views = load_views([tmp_path / name for name in ("long", "short", "alone")])
+    page = render_results(views)
+    lines = page.splitlines()
+    # Three limits of tokens are three tables; the first run of each is what the other one is compared with.
+    assert [line for line in lines if line.startswith("Setting A")] == [
+        "Setting A, 8 tokens:",
+        "Setting A, 6 tokens:",
+        "Setting A, 4 tokens:",
+    ]
+    differing = [i for i, line in enumerate(lines) if line.startswith("Differences from")]
+    assert [lines[i + 4].split(",")[0] for i in differing] == ["| 2. smollm2-135m-bd8", "| 2. smollm2-135m"]
+    assert all(lines[i + 4].split("|")[2].strip() == "1" for i in differing)
+    assert len([line for line in lines if line.startswith("| aesop_infill: smollm2-135m")]) == 5
+    # What fills the limit is told from what stopped before it: " word 0" is 7 tokens.
+    cut = {view.settings["max_new_tokens"]: _at_limit(view) for view in views}
+    assert {tokens: cell.text for tokens, cell in cut.items() if cell is not None} == {8: "0", 6: "100", 4: "100"}
+    # The two methods' "auto" is there, their other lengths are not.
+    missing = page[page.index("## Not run") :]
+    assert "- smollm2-135m-bd8, threshold 0.9, cache block: " in missing
+    stories = re.findall(r"aesop_infill \(([^)]*)\)", missing)
+    assert sorted(stories) == [
+        "oracle, fixed:16",
+        "oracle, fixed:16",
+        "oracle, fixed:16, auto",
+        "oracle, fixed:16, auto",
+    ]
+    planned = [entry for entry in plan() if any(is_run(view, entry) for view in views)]
+    assert {(e.method.name, e.length) for e in planned} == {("00-ar-prefix", "auto"), ("10-bd8", "auto")}
+
+
+def test_a_saved_run_says_of_its_method_what_the_plan_says(choice):
+    models = Oracles("cpu", "float32")
+    for entry in plan():
+        saved = settings_of(entry, choice, models)
+        assert saved.items() >= entry.method.settings(entry.length is not None).items()
+        assert saved.get("length") == entry.length
+    guides = {settings_of(e, choice, models)["guide"] for e in plan()}
+    assert guides == {None, "base, accept exact, on_reject ar", "base, accept topk, on_reject dlm"}
 
 
 def test_a_stated_commit_is_recorded_as_stated_and_a_wrong_one_refused(monkeypatch, tmp_path):
