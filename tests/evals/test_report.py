@@ -173,10 +173,10 @@ def test_the_results_page_is_the_same_for_the_same_runs_and_names_the_settings(f
     first, second = (render_results(load_views([folder])) for _ in range(2))
     assert first == second
     assert "## echo\n" in first and "## echo_infill\n" in first
-    assert re.search(r"- \d\. model diffusion, threshold 0\.5", first)
-    for line in first.splitlines():
-        if line.startswith("| ") and "same outputs" in line:
-            assert line.count("|") > 5
+    assert re.search(r"^\| \d\. diffusion, threshold 0\.5 \| ", first, re.MULTILINE)
+    assert re.search(r"^\| echo_infill: diffusion \(A\) \|( [\d.]+ \(.*?\) \|){3}$", first, re.MULTILINE)
+    heads = [line for line in first.splitlines() if line.startswith("| ") and "same outputs" in line]
+    assert heads and all(line.count("|") > 5 for line in heads)
 
 
 def test_words_that_differ_are_marked_on_their_side():
