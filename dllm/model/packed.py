@@ -1,20 +1,25 @@
-"""Linear layers for few rows on a CPU: weights packed once, as oneDNN reads them.
+"""Linear layers for few rows on a CPU: weights packed once, as the library that multiplies them reads them.
 
     y = x W^T + b for x [..., I], W [O, I], b [O] or nothing
 
 A decoding step has 1 to 128 rows, so its time is that of reading W. PyTorch's own product arranges W anew in each call, which costs more
-than the read; oneDNN's layout, made once and kept beside the weight, takes that away (about half the time on two AVX2 cores for 1 to 128
-rows, docs/log.md). It costs a second copy of the weights in memory: no more than ``MAX_BYTES`` of them are kept.
+than the read; a layout made once and kept beside the weight takes that away (docs/log.md has the times on two AVX2 cores):
 
-bfloat16 weights on a CPU that has no bfloat16 arithmetic: one row is read fastest as it is; several rows are multiplied in float32 from a
-packed float32 copy and rounded once, which is faster and no less exact than bfloat16 products.
+- float32 weights: oneDNN's layout, for up to ``MAX_ROWS`` rows (about half the time of the plain product);
+- bfloat16 weights on a CPU without bfloat16 arithmetic: FBGEMM's layout, which holds W in float16 and multiplies in float32, for any
+  number of rows. Every bfloat16 number within a factor of 2^32 of the largest weight is a float16 number once the weight is multiplied
+  by a power of two, so nothing is lost: x W^T is summed in float32 and rounded once. A verification of eight rows then costs about as
+  much as a step of one, where the emulated product costs six times as much.
+
+The copies cost memory: no more than ``MAX_BYTES`` of them are kept.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import platform
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from dllm.environment import packed_weights
 
 MAX_ROWS = 128
-"""Rows up to which the packed product is the faster one; a prefill of more rows is bound by arithmetic."""
+"""Rows up to which a packed float32 product is the faster one; a prefill of more rows is bound by arithmetic."""
 MIN_NUMEL = 2**16
 """Smaller weights stay in the caches anyway."""
 MAX_BYTES = 4 * 2**30
@@ -32,8 +37,12 @@ MAX_BYTES = 4 * 2**30
 
 
 class _Packed(NamedTuple):
+    """A packed copy. weight: oneDNN's tensor, or FBGEMM's object for float16. factor: what float16 products are multiplied by."""
+
     version: int
-    weight: Tensor
+    weight: Any
+    num_bytes: int
+    factor: float | None = None
 
 
 _kept = WeakTensorKeyDictionary()
@@ -60,9 +69,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if packed is None:
         return F.linear(x, weight, bias)
     wide = x.contiguous().float()
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(
-        wide, packed, None if bias is None else bias.float(), "none", [], ""
-    )
+    if packed.factor is None:
+        wide_bias = None if bias is None else bias.float()
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(wide, packed.weight, wide_bias, "none", [], "")
+        return out.to(x.dtype)
+    out = torch.ops.quantized.linear_dynamic_fp16(wide, packed.weight)
+    if packed.factor != 1:
+        out.mul_(packed.factor)
+    if bias is not None:
+        out.add_(bias.float())
     return out.to(x.dtype)
 
 
@@ -70,11 +85,11 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     if x.device.type != "cpu" or weight.numel() < MIN_NUMEL or x.dtype != weight.dtype or torch.is_grad_enabled():
         return False
     rows = x.shape[:-1].numel()
-    if not 1 <= rows <= MAX_ROWS or x.dtype not in (torch.float32, torch.bfloat16):
+    if rows < 1 or torch.compiler.is_compiling() or weight.is_inference() or not packed_weights() or not _packs():
         return False
-    if torch.compiler.is_compiling() or weight.is_inference() or not packed_weights() or not _packs():
-        return False
-    return x.dtype == torch.float32 or (rows > 1 and not _multiplies_bfloat16())
+    if x.dtype == torch.float32:
+        return rows <= MAX_ROWS
+    return x.dtype == torch.bfloat16 and not _multiplies_bfloat16()
 
 
 @functools.cache
@@ -93,14 +108,42 @@ def _multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _packed(weight: Tensor) -> Tensor | None:
+def _holds_float16() -> bool:
+    """Whether FBGEMM's products with float16 weights are there; a program may choose another engine at any time."""
+    return torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch.ops.quantized, "linear_dynamic_fp16")
+
+
+def _packed(weight: Tensor) -> _Packed | None:
     """The packed copy of a weight, made on first use, or None where there is no room for one."""
     found: _Packed | None = _kept.get(weight)
     if found is not None and found.version == weight._version:
-        return found.weight
+        return found
     # Keys of weights that are gone leave by themselves, so the sum is that of the living.
-    if sum(4 * key.numel() for key in _kept) + 4 * weight.numel() > MAX_BYTES and found is None:
+    others = sum(copy.num_bytes for copy in _kept.values()) - (0 if found is None else found.num_bytes)
+    scale = _float16_scale(weight) if weight.dtype == torch.bfloat16 and _holds_float16() else None
+    num_bytes = weight.numel() * (4 if scale is None else 2)
+    if others + num_bytes > MAX_BYTES:
         return None
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().float().contiguous(), 8)
-    _kept[weight] = _Packed(weight._version, packed)
+    wide = weight.detach().float().contiguous()
+    if scale is None:
+        packed = _Packed(weight._version, torch.ops.mkldnn._reorder_linear_weight(wide, 8), num_bytes)
+    else:
+        held = torch.ops.quantized.linear_prepack_fp16(wide * scale, None)
+        packed = _Packed(weight._version, held, num_bytes, 1 / scale)
+    _kept[weight] = packed
     return packed
+
+
+def _float16_scale(weight: Tensor) -> float | None:
+    """The power of two by which a bfloat16 weight becomes float16 numbers; None for a weight that has infinities or NaN.
+
+    1 where that loses nothing, else the largest one below float16's limit: what then still falls below its range is less than
+    2^-38 of the largest weight, far below one rounding of a float32 sum.
+    """
+    wide = weight.detach().float()
+    if not torch.isfinite(wide).all():
+        return None
+    if torch.equal(wide.half().float(), wide):
+        return 1.0
+    _, exponent = math.frexp(float(wide.abs().max()))
+    return math.ldexp(1.0, 15 - exponent)

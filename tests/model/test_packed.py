@@ -43,17 +43,61 @@ def test_more_dimensions_and_strides_are_kept() -> None:
     torch.testing.assert_close(linear(x, columns), F.linear(x, columns), rtol=1e-5, atol=1e-4)
 
 
-@needs_packing
-def test_bfloat16_rows_are_multiplied_in_float32_and_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def emulated_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_multiplies_bfloat16", lambda: False)
-    x, weight = numbers(4, 48, dtype=torch.bfloat16), numbers(40, 48, dtype=torch.bfloat16, seed=1)
-    found = linear(x, weight)
+
+
+@needs_packing
+@pytest.mark.parametrize("engine", ["x86", "qnnpack"])
+@pytest.mark.parametrize("rows", [1, 4, 129])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_bfloat16_rows_are_multiplied_in_float32_and_rounded_once(
+    rows: int, with_bias: bool, engine: str, emulated_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if engine not in torch.backends.quantized.supported_engines:
+        pytest.skip(f"this PyTorch has no {engine}")
+    before = torch.backends.quantized.engine
+    torch.backends.quantized.engine = engine
+    try:
+        assert packed._holds_float16() == (engine == "x86")
+        x, weight = numbers(rows, 48, dtype=torch.bfloat16), numbers(40, 48, dtype=torch.bfloat16, seed=1)
+        bias = numbers(40, dtype=torch.bfloat16, seed=2) if with_bias else None
+        found = linear(x, weight, bias)
+    finally:
+        torch.backends.quantized.engine = before
     assert found.dtype == torch.bfloat16
-    exact = F.linear(x.double(), weight.double())
-    assert (found.double() - exact).abs().max() <= exact.abs().max() * 2**-8
-    assert not packed._fits(x[:1], weight)
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    # Half a unit in the last of bfloat16's 8 digits, and the float32 sum's own error.
+    assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-5).all()
     monkeypatch.setattr(packed, "_multiplies_bfloat16", lambda: True)
     assert not packed._fits(x, weight)
+
+
+@needs_packing
+@pytest.mark.parametrize("exponent", [-90, -40, -10, 0, 10, 40, 100])
+def test_bfloat16_weights_of_any_size_are_held_without_loss(exponent: int, emulated_bfloat16: None) -> None:
+    spread = 2.0 ** torch.arange(exponent - 31, exponent + 1).double()
+    weight = (numbers(40, 32, seed=1).sign().double() * spread * 1.9921875).to(torch.bfloat16)
+    assert torch.equal(weight.double().abs().amax(0), spread * 1.9921875)
+    # One column at a time: nothing is summed, so each product is exact or the weight was not.
+    found = linear(torch.eye(32, dtype=torch.bfloat16), weight)
+    assert torch.equal(found.double(), weight.double().T)
+    copy_of = packed._packed(weight)
+    assert copy_of is not None and copy_of.factor is not None and copy_of.num_bytes == 2 * 40 * 32
+
+
+@needs_packing
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_bfloat16_weights_that_are_no_numbers_stay_so(bad: float, emulated_bfloat16: None) -> None:
+    weight = numbers(40, 48, dtype=torch.bfloat16, seed=1)
+    weight[3, 5] = bad
+    found = linear(torch.ones(2, 48, dtype=torch.bfloat16), weight)
+    assert not torch.isfinite(found[:, 3]).any()
+    kept = torch.arange(40) != 3
+    assert torch.isfinite(found[:, kept]).all()
+    zero = torch.zeros(40, 48, dtype=torch.bfloat16)
+    assert torch.equal(linear(torch.ones(2, 48, dtype=torch.bfloat16), zero), torch.zeros(2, 40, dtype=torch.bfloat16))
 
 
 @needs_packing
@@ -62,6 +106,7 @@ def test_a_weight_changed_in_place_is_packed_again_and_a_dead_one_leaves() -> No
     before = layer(x)
     layer.weight.mul_(2)
     torch.testing.assert_close(layer(x), 2 * before, rtol=1e-5, atol=1e-4)
+    gc.collect()
     kept = len(packed._kept)
     del layer
     gc.collect()
@@ -71,7 +116,7 @@ def test_a_weight_changed_in_place_is_packed_again_and_a_dead_one_leaves() -> No
 @needs_packing
 def test_copies_stop_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
-    monkeypatch.setattr(packed, "MAX_BYTES", sum(4 * k.numel() for k in packed._kept) + 4 * 40 * 48)
+    monkeypatch.setattr(packed, "MAX_BYTES", sum(copy.num_bytes for copy in packed._kept.values()) + 4 * 40 * 48)
     x, first, second = numbers(3, 48), numbers(40, 48, seed=1), numbers(40, 48, seed=2)
     for weight in (first, second):
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight), rtol=1e-5, atol=1e-4)
@@ -86,6 +131,7 @@ def test_gradients_long_inputs_other_types_and_the_switch_take_the_plain_product
     assert not packed._fits(numbers(0, 48), weight)
     assert not packed._fits(numbers(2, 48, dtype=torch.float64), weight.double())
     assert not packed._fits(numbers(2, 48, dtype=torch.bfloat16), weight)
+    assert not packed._fits(numbers(2, 48, dtype=torch.float16), weight.half())
     assert not packed._fits(numbers(2, 4), numbers(4, 4))
     with torch.enable_grad():
         x = numbers(2, 48).requires_grad_()
