@@ -1,5 +1,6 @@
 """The second table of the demo: an AR model alone, and with each shipped drafter, on the same prompts.
 
+Our loop runs on our decoder, ``generate`` on transformers' model with the same weights.
 Metric: useful tokens, the target's forwards, tokens a round, wall seconds after one warm-up, and whether the text is the same.
 The ratio is against the faster of two ways to run the AR model alone: our loop without a drafter, and transformers' ``generate``.
 """
@@ -20,6 +21,8 @@ from dllm.drafters.drafter import Drafter
 from dllm.prompts import apply_template
 from dllm.speculate import speculative_generate
 
+CPU_DRAFTS = 4
+"""Drafts a round on a CPU, where every row that is verified costs arithmetic (docs/log.md has other numbers)."""
 DRAFTERS = ("smollm2-135m-dflash", "smollm2-135m-dfly")
 
 
@@ -45,14 +48,21 @@ class DraftedRun:
 
 
 def run_ours(
-    name: str, target: Any, drafter: Drafter | None, prompts: Sequence[Sequence[int]], max_new_tokens: int
+    name: str,
+    target: Any,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    num_drafts: int | None = None,
 ) -> DraftedRun:
-    """Greedy decoding in our loop, one prompt at a time (drafter None: the target alone)."""
+    """Greedy decoding in our loop, one prompt at a time (drafter None: the target alone; num_drafts None: as many as it drafts)."""
+    settings = {} if drafter is None or num_drafts is None else {"num_drafts": num_drafts}
     _once(target, drafter, prompts[0])
     tokens, accepted, nfe, draft_nfe = [], [], 0, 0
     started = time.perf_counter()
     for prompt in prompts:
-        out = speculative_generate(target, drafter, torch.tensor([list(prompt)]), max_new_tokens=max_new_tokens)
+        ids = torch.tensor([list(prompt)], device=target.device)
+        out = speculative_generate(target, drafter, ids, max_new_tokens=max_new_tokens, **settings)
         tokens.append(tuple(out.sequences[0, : out.lengths[0]].tolist()))
         accepted += out.stats.accept_lengths
         nfe, draft_nfe = nfe + out.stats.nfe, draft_nfe + out.stats.draft_nfe
@@ -66,7 +76,7 @@ def run_generate(name: str, target: Any, prompts: Sequence[Sequence[int]], max_n
     tokens, nfe = [], 0
 
     def answer(prompt: Sequence[int], count: int) -> list[int]:
-        ids = torch.tensor([list(prompt)])
+        ids = torch.tensor([list(prompt)], device=target.device)
         mask = torch.ones_like(ids)
         out = target.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
         return [int(t) for t in out[0, len(prompt) :]]
@@ -82,24 +92,26 @@ def run_generate(name: str, target: Any, prompts: Sequence[Sequence[int]], max_n
 
 def _once(target: Any, drafter: Drafter | None, prompt: Sequence[int]) -> None:
     """The first forward of a process sets up more than later ones do."""
-    speculative_generate(target, drafter, torch.tensor([list(prompt)]), max_new_tokens=2)
+    speculative_generate(target, drafter, torch.tensor([list(prompt)], device=target.device), max_new_tokens=2)
 
 
 def drafted_runs(
+    plain: Any,
     target: Any,
     drafters: dict[str, Drafter],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     on_run: Callable[[str], None] = lambda name: None,
+    num_drafts: int | None = None,
 ) -> list[DraftedRun]:
-    """transformers' ``generate``, our loop alone, and our loop with each drafter, in this order."""
+    """transformers' ``generate`` of ``plain``, our loop on ``target`` (the same weights) alone, and with each drafter, in this order."""
     runs = []
     on_run("AR, transformers")
-    runs.append(run_generate("AR, transformers", target, prompts, max_new_tokens))
+    runs.append(run_generate("AR, transformers", plain, prompts, max_new_tokens))
     for name, drafter in {"AR": None, **drafters}.items():
         label = name if drafter is None else f"AR + {name.rsplit('-', 1)[-1]}"
         on_run(label)
-        runs.append(run_ours(label, target, drafter, prompts, max_new_tokens))
+        runs.append(run_ours(label, target, drafter, prompts, max_new_tokens, num_drafts))
     return runs
 
 
@@ -146,6 +158,7 @@ def drafter_table(runs: Sequence[DraftedRun], title: str) -> Table:
 
 def run_drafter_demo(
     console: Console,
+    plain: Any,
     target: Any,
     prompts: Sequence[str],
     max_new_tokens: int,
@@ -153,10 +166,11 @@ def run_drafter_demo(
     names: Sequence[str] = DRAFTERS,
 ) -> list[DraftedRun]:
     """Load the shipped drafters for ``target``, decode every prompt (a user's turn) each way and print the table."""
-    ids = [apply_template(target.tokenizer, [{"role": "user", "content": p}]) for p in prompts]
+    ids = [apply_template(plain.tokenizer, [{"role": "user", "content": p}]) for p in prompts]
     drafters = {name: Drafter.from_pretrained(name, target=target) for name in names}
-    runs = drafted_runs(target, drafters, ids, max_new_tokens, on_run)
-    title = f"The AR model with diffusion drafters ({len(ids)} prompts, batch 1, {str(target.dtype).split('.')[-1]})"
+    num_drafts = CPU_DRAFTS if plain.device.type == "cpu" else None
+    runs = drafted_runs(plain, target, drafters, ids, max_new_tokens, on_run, num_drafts)
+    title = f"The AR model with diffusion drafters ({len(ids)} prompts, batch 1, {str(plain.dtype).split('.')[-1]})"
     console.print()
     console.print(drafter_table(runs, title))
     return runs

@@ -12,6 +12,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The shapes are tiny, so threads would only contend (four of two workers on two cores take ten times as long); and equalities bit for
+# bit hold for one thread.
+torch.set_num_threads(1)
+
 # The GPU machine runs the `gpu` tests with what it has.
 if find_spec("hypothesis"):
     from hypothesis import settings

@@ -119,15 +119,15 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, Q, E] -> q [B, H, Q, D], k, v [B, K, Q, D], q and k normed and rotated."""
-        q, k, v = self.qkv(x).split(
-            [self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim], dim=-1
-        )
-        q = rearrange(q, "b q (h d) -> b h q d", d=self.head_dim)
-        k = rearrange(k, "b q (h d) -> b h q d", d=self.head_dim)
-        v = rearrange(v, "b q (h d) -> b h q d", d=self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        turning = self.heads + self.kv_heads
+        if self.q_norm is None or self.k_norm is None:
+            # One rotation of both: on a CPU a step of one row is mostly calls.
+            q, k = rotate(heads[:, :turning], cos, sin).split([self.heads, self.kv_heads], dim=1)
+        else:
+            q = rotate(self.q_norm(heads[:, : self.heads]), cos, sin)
+            k = rotate(self.k_norm(heads[:, self.heads : turning]), cos, sin)
+        return q, k, heads[:, turning:]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """q [B, H, Q, D] over k, v [B, K, M, D] with mask [B, 1, G * Q, M] (G-fold, see ``grouped_mask``) -> [B, Q, H * D]."""

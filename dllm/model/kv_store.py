@@ -44,6 +44,10 @@ class KVStore:
     def write(self, layer: int, rows: Tensor, valid: Tensor, k: Tensor, v: Tensor) -> None:
         """Put k, v [B, K, Q, D] at rows [B, Q] int64 where valid [B, Q]; mutates the store, marks nothing (see ``mark``)."""
         target = torch.where(valid, rows, torch.full_like(rows, self.capacity))
+        if self.batch == 1 and self.data.device.type == "cpu":  # whole rows; a scatter goes number by number there
+            self.data[layer, 0, 0].index_copy_(1, target[0], k[0].to(self.data.dtype))
+            self.data[layer, 1, 0].index_copy_(1, target[0], v[0].to(self.data.dtype))
+            return
         index = target[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
         self.data[layer, 0].scatter_(2, index, k.to(self.data.dtype))
         self.data[layer, 1].scatter_(2, index, v.to(self.data.dtype))

@@ -37,9 +37,10 @@ MAX_BYTES = 4 * 2**30
 
 
 class _Packed(NamedTuple):
-    """A packed copy. weight: oneDNN's tensor, or FBGEMM's object for float16. factor: what float16 products are multiplied by."""
+    """A packed copy. state: of the weight that was packed, see ``_state``. weight: oneDNN's tensor, or FBGEMM's object for float16.
+    factor: what float16 products are multiplied by."""
 
-    version: int
+    state: tuple[int, int, torch.dtype]
     weight: Any
     num_bytes: int
     factor: float | None = None
@@ -60,8 +61,8 @@ class Linear(nn.Linear):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I], weight [O, I], bias [O] -> [..., O] in x's dtype: ``F.linear``, from a packed copy where that is faster.
 
-    A weight that was changed in place is packed again. Changes that autograd does not count (through ``weight.data``) are not seen:
-    set DLLM_PACKED=0 to go without copies.
+    A weight that was changed in place is packed again. Changes in place that autograd does not count (through
+    ``weight.data``) are not seen: set DLLM_PACKED=0 to go without copies.
     """
     if not _fits(x, weight):
         return F.linear(x, weight, bias)
@@ -116,7 +117,7 @@ def _holds_float16() -> bool:
 def _packed(weight: Tensor) -> _Packed | None:
     """The packed copy of a weight, made on first use, or None where there is no room for one."""
     found: _Packed | None = _kept.get(weight)
-    if found is not None and found.version == weight._version:
+    if found is not None and found.state == _state(weight):
         return found
     # Keys of weights that are gone leave by themselves, so the sum is that of the living.
     others = sum(copy.num_bytes for copy in _kept.values()) - (0 if found is None else found.num_bytes)
@@ -126,12 +127,17 @@ def _packed(weight: Tensor) -> _Packed | None:
         return None
     wide = weight.detach().float().contiguous()
     if scale is None:
-        packed = _Packed(weight._version, torch.ops.mkldnn._reorder_linear_weight(wide, 8), num_bytes)
+        packed = _Packed(_state(weight), torch.ops.mkldnn._reorder_linear_weight(wide, 8), num_bytes)
     else:
         held = torch.ops.quantized.linear_prepack_fp16(wide * scale, None)
-        packed = _Packed(weight._version, held, num_bytes, 1 / scale)
+        packed = _Packed(_state(weight), held, num_bytes, 1 / scale)
     _kept[weight] = packed
     return packed
+
+
+def _state(weight: Tensor) -> tuple[int, int, torch.dtype]:
+    """What changes with the numbers of a weight: ``module.to(dtype)`` puts other memory under the same parameter."""
+    return weight._version, weight.data_ptr(), weight.dtype
 
 
 def _float16_scale(weight: Tensor) -> float | None:

@@ -18,7 +18,7 @@ def test_every_way_gives_the_same_text_and_counts_its_forwards():
     target = hf_target()
     drafter = random_drafter("dfly", target)
     seen: list[str] = []
-    runs = drafted_runs(target, {"tiny-dfly": drafter}, PROMPTS, 9, seen.append)
+    runs = drafted_runs(target, target, {"tiny-dfly": drafter}, PROMPTS, 9, seen.append)
     assert [run.name for run in runs] == ["AR, transformers", "AR", "AR + dfly"] == seen
     assert len({run.tokens for run in runs}) == 1
     plain, ours, drafted = runs
@@ -51,9 +51,9 @@ def test_the_demo_takes_the_dtype_that_multiplies_faster_here(monkeypatch):
     for slow, fast in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         clock = [0.0]
 
-        def linear(x, weight, clock=clock, slow=slow):
-            clock[0] += 10.0 if x.dtype == slow else 1.0
+        def forward(layer, x, clock=clock, slow=slow):
+            clock[0] += 10.0 if x.dtype == layer.weight.dtype == slow else 1.0
 
-        monkeypatch.setattr(torch.nn.functional, "linear", linear)
+        monkeypatch.setattr(demo.Linear, "forward", forward)
         monkeypatch.setattr(demo.time, "perf_counter", lambda clock=clock: clock[0])
         assert demo.faster_dtype() is fast

@@ -114,6 +114,18 @@ def test_a_weight_changed_in_place_is_packed_again_and_a_dead_one_leaves() -> No
 
 
 @needs_packing
+def test_a_layer_that_changes_its_type_is_packed_again(emulated_bfloat16: None) -> None:
+    layer, x = Linear(48, 40), numbers(3, 48)
+    layer(x)
+    layer.to(torch.bfloat16)
+    found = layer(x.bfloat16())
+    layer.float()
+    exact = F.linear(x.bfloat16().float(), layer.weight, layer.bias)
+    assert torch.equal(found, exact.bfloat16())
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), rtol=1e-5, atol=1e-4)
+
+
+@needs_packing
 def test_copies_stop_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     monkeypatch.setattr(packed, "MAX_BYTES", sum(copy.num_bytes for copy in packed._kept.values()) + 4 * 40 * 48)
