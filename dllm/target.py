@@ -9,6 +9,7 @@ import torch
 
 from dllm.families.loading import find_folder
 from dllm.families.placement import resolve_device, resolve_dtype
+from dllm.model.packed import pack_linears
 
 SHIPPED_TARGETS = ("smollm2-135m",)
 
@@ -30,6 +31,8 @@ def load_target(
 ) -> Any:
     """A Hugging Face causal LM in eval mode, with its tokenizer as ``.tokenizer`` (None where the folder has none).
 
+    On a CPU its linear layers read packed weights (``dllm/model/packed.py``): a verification of a few rows costs little more than a step.
+
     name: "smollm2-135m", a folder or a hub id. dtype "auto": the checkpoint's own. device "auto": CUDA where there is one.
     """
     from transformers import AutoModelForCausalLM
@@ -38,6 +41,7 @@ def load_target(
     wanted = "auto" if dtype == "auto" else resolve_dtype(dtype)
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=wanted, trust_remote_code=False)
     model = model.to(resolve_device(device)).eval().requires_grad_(False)
+    pack_linears(model)
     model.tokenizer = load_tokenizer(folder)
     return model
 

@@ -23,7 +23,7 @@ import typer
 
 from dllm.evals.atomic_write import write_text_atomic
 from dllm.evals.bench.record import environment
-from dllm.evals.bench.speculate import next_logits
+from dllm.evals.divergence import divergences
 from dllm.evals.methods_rows import BLOCK, padded, plain_kernels
 from dllm.evals.quality import held_out_prompts
 from dllm.evals.statistics import bootstrap_ratio
@@ -41,21 +41,6 @@ def in_batches(run: Any, prompts: list[list[int]], size: int) -> list[Generation
 def answers(outputs: list[GenerationOutput]) -> list[list[int]]:
     """Useful tokens of each prompt."""
     return [o.sequences[b, : o.lengths[b]].tolist() for o in outputs for b in range(len(o.lengths))]
-
-
-def differences(
-    model: Any, prompts: list[list[int]], ours: list[list[int]], truth: list[list[int]], eos: int
-) -> list[dict[str, Any]]:
-    """Where two texts part: prompt, place, and by how much the AR model's logit of its own token is above that of ours."""
-    found = []
-    for number, (prompt, left, right) in enumerate(zip(prompts, ours, truth, strict=True)):
-        if left == right:
-            continue
-        at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-        law = next_logits(model, [*prompt, *right[:at]])
-        a, b = ((row[at] if at < len(row) else eos) for row in (left, right))
-        found.append({"prompt": number, "at": at, "logit_gap": float(law[b] - law[a])})
-    return found
 
 
 def command(
@@ -106,7 +91,7 @@ def command(
             tokens = [row.useful_tokens for row in rows]
             forwards = [row.nfe + row.guide_nfe for row in rows]
             accepts = [n for row in rows for n in row.accept_lengths]
-            parted = differences(guide.model, prompts, answers(outputs), truth, guide.eos_token_ids[0])
+            parted = divergences(guide.model, prompts, truth, answers(outputs), guide.eos_token_ids[0])
             report["settings"].append(
                 {
                     "guide_passes": number,
@@ -115,7 +100,7 @@ def command(
                     "guide_forwards": sum(row.guide_nfe for row in rows),
                     "tokens": sum(tokens),
                     "tokens_per_guide_pass": sum(accepts) / max(len(accepts), 1),
-                    "differ": parted,
+                    "differ": [asdict(d) for d in parted],
                     "seconds": time.monotonic() - started,
                 }
             )

@@ -12,7 +12,7 @@ in bfloat16 a pass over several rows may round a near-tie otherwise, and the gap
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,32 +24,13 @@ from torch import Tensor
 from dllm.drafters.drafter import Drafter
 from dllm.evals.acceptance import read_prompts
 from dllm.evals.bench.record import Record, environment
+from dllm.evals.divergence import divergences
 from dllm.families.placement import resolve_device, resolve_dtype
 from dllm.speculate import speculative_generate
 from dllm.target import load_target
 from dllm.training.base import load_base
 
 WAYS = ("generate", "loop")
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first place where an answer left the reference. gap: logit of the reference's token less that of the other, by the model
-    on the common prefix; None where one of the two ends there."""
-
-    prompt: int
-    place: int
-    expected: int | None
-    got: int | None
-    gap: float | None
-
-
-def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Index of the first token that differs (the shorter one's length where it is a prefix), or None."""
-    for index, (a, b) in enumerate(zip(expected, got, strict=False)):
-        if a != b:
-            return index
-    return None if len(expected) == len(got) else min(len(expected), len(got))
 
 
 def pad_left(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -81,26 +62,6 @@ def drafted_answers(
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     out = model.generate(ids, attention_mask=mask, custom_generate=drafts, **settings)
     return [_until_stop(row, _stops(model)) for row in out[:, ids.shape[1] :].tolist()]
-
-
-def divergences(
-    model: Any, prompts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]], got: Sequence[Sequence[int]]
-) -> list[Divergence]:
-    """Where answers leave the reference; model: transformers', for the gap of the logits."""
-    found = []
-    for number, (prompt, own, other) in enumerate(zip(prompts, expected, got, strict=True)):
-        place = first_difference(own, other)
-        if place is None:
-            continue
-        a, b = (tokens[place] if place < len(tokens) else None for tokens in (own, other))
-        gap = None
-        if a is not None and b is not None:
-            with torch.no_grad():
-                ids = torch.tensor([[*prompt, *own[:place]]], device=model.device)
-                logits = model(ids).logits[0, -1].float()
-            gap = float(logits[a] - logits[b])
-        found.append(Divergence(number, place, a, b, gap))
-    return found
 
 
 def _stops(model: Any) -> frozenset[int]:

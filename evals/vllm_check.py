@@ -28,7 +28,8 @@ from dllm.bridge.engines import export_for_engine
 from dllm.drafters.dfly import DFly
 from dllm.drafters.drafter import Drafter
 from dllm.evals.atomic_write import write_text_atomic
-from dllm.evals.vllm_ours import Accepted, Difference, first_difference, our_answers, stop_ids_of
+from dllm.evals.divergence import Divergence, divergences
+from dllm.evals.vllm_ours import Accepted, is_tie, our_answers, stop_ids_of
 from dllm.evals.vllm_server import Answer, VLLMServer
 from dllm.prompts import apply_template
 from dllm.target import load_target, target_folder
@@ -87,15 +88,15 @@ def compare(
     drafted: Sequence[Answer],
     server: Accepted,
     ours: Sequence[tuple[list[int], Accepted]],
-) -> tuple[DrafterResult, list[Difference]]:
+) -> tuple[DrafterResult, list[Divergence]]:
     """Judge one drafter's answers; the second part says where answers differ from the server's own without drafting."""
-    found = [first_difference(target, a.prompt_ids, a.ids, b.ids) for a, b in zip(plain, drafted, strict=True)]
-    differences = [d for d in found if d is not None]
+    own = [answer.ids for answer in plain]
+    differences = divergences(target, [a.prompt_ids for a in plain], own, [answer.ids for answer in drafted])
     result = DrafterResult(
         drafter=name,
         prompts=len(plain),
         same=len(plain) - len(differences),
-        ties=sum(d.is_tie for d in differences),
+        ties=sum(map(is_tie, differences)),
         same_as_ours=sum(b.ids == answer for b, (answer, _) in zip(drafted, ours, strict=True)),
         server=server,
         ours=sum((accepted for _, accepted in ours), Accepted(0, 0)),
@@ -190,7 +191,9 @@ def command(
         result, differences = compare(label, model, plain, drafted, counted, ours)
         results.append(result)
         for difference in differences:
-            console.print(f"  {label}: an answer differs at token {difference.index}, margin {difference.margin}")
+            console.print(
+                f"  {label}: an answer differs at token {difference.place}, gap of the logits {difference.gap}"
+            )
         if out is not None:
             lines = [{**asdict(r), "gap": r.gap, "ok": r.ok} for r in results]
             write_text_atomic(

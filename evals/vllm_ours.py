@@ -11,11 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from dllm.drafters.drafter import Drafter
-from dllm.drafters.target import Target
 from dllm.evals.acceptance import measure_acceptance
+from dllm.evals.divergence import Divergence
 
 TIE_MARGIN = 1e-4
 """Logits of two tokens that are closer than this in fp32 may be ranked either way by another order of summation."""
@@ -37,18 +35,9 @@ class Accepted:
         return Accepted(self.passes + other.passes, self.drafts + other.drafts)
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Where two answers part. index: the first differing token; margin: by how much our target's logits prefer one of the two
-    there (None: one of the answers only goes on).
-    """
-
-    index: int
-    margin: float | None
-
-    @property
-    def is_tie(self) -> bool:
-        return self.margin is not None and self.margin < TIE_MARGIN
+def is_tie(one: Divergence) -> bool:
+    """Whether the two tokens are as good as equal for our target."""
+    return one.gap is not None and abs(one.gap) < TIE_MARGIN
 
 
 def cut_answer(ids: Sequence[int], stop_ids: Collection[int], max_new_tokens: int) -> list[int]:
@@ -89,18 +78,6 @@ def our_answers(
     runs = measure_acceptance(target, drafter, prompts, limit, batch_size, num_drafts=num_drafts, eos_token_id=())
     answers = [cut_answer(ids, stop_ids, max_new_tokens) for ids, _ in runs]
     return [(answer, passes_until(lengths, len(answer))) for answer, (_, lengths) in zip(answers, runs, strict=True)]
-
-
-def first_difference(target: Any, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> Difference | None:
-    """None if the answers (token ids) are the same."""
-    if list(one) == list(other):
-        return None
-    index = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-    if index in (len(one), len(other)):
-        return Difference(index, None)
-    known = torch.tensor([[*prompt, *one[:index]]], device=target.device)
-    logits = Target.of(target).read(known, [0])[0][0, -1].float()
-    return Difference(index, float((logits[one[index]] - logits[other[index]]).abs()))
 
 
 def stop_ids_of(target: Any) -> frozenset[int]:

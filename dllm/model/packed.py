@@ -58,6 +58,13 @@ class Linear(nn.Linear):
         return linear(x, self.weight, self.bias)
 
 
+def pack_linears(model: nn.Module) -> None:
+    """Let every plain ``nn.Linear`` of a model read packed weights; parameters and their names stay. Mutates the model."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., I], weight [O, I], bias [O] -> [..., O] in x's dtype: ``F.linear``, from a packed copy where that is faster.
 

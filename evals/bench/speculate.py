@@ -44,13 +44,13 @@ from dllm.evals.bench.plain import PlainStep
 from dllm.evals.bench.record import environment
 from dllm.evals.bench.shapes import Shape
 from dllm.evals.bench.timing import Deadline, in_graph, timed
+from dllm.evals.divergence import divergences
 from dllm.graphs import KEY_STEP, capture
 from dllm.model.decoder import Decoder, DecoderConfig
 from dllm.noise import CounterNoise
 from dllm.speculate_device import DeviceRounds, Rounds, rounds_for, speculate_on_device
 from dllm.speculate_loop import SpeculateResult, SpeculativeLoop
 from dllm.speculate_request import SpeculateRequest
-from dllm.types import Attend
 
 GATE_TOKENS = 32
 
@@ -122,16 +122,12 @@ class Bench:
         self, rows: Sequence[Sequence[int]], ours: list[list[int]], truth: list[list[int]]
     ) -> dict[str, Any]:
         """How many texts part from the truth, where, and how far apart the two tokens' logits are there in the target's own law."""
-        gaps, places = [], []
-        for prompt, left, right in zip(rows, ours, truth, strict=True):
-            if left == right:
-                continue
-            at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), None)
-            if at is None:
-                raise ValueError(f"texts that agree must end together: got {len(left)} and {len(right)} tokens")
-            law = next_logits(self.target.model, [*prompt, *right[:at]])
-            gaps.append(float(law[right[at]] - law[left[at]]))
-            places.append(at)
+        found = divergences(self.target.model, rows, truth, ours)
+        for one in found:
+            if one.gap is None:
+                lengths = len(truth[one.prompt]), len(ours[one.prompt])
+                raise ValueError(f"texts that agree must end together: got {lengths[0]} and {lengths[1]} tokens")
+        gaps, places = [one.gap for one in found if one.gap is not None], [one.place for one in found]
         worst = max((abs(gap) for gap in gaps), default=0.0)
         return {"differ": len(gaps), "first_at": places, "logit_gaps": gaps, "largest_gap": worst}
 
@@ -162,13 +158,6 @@ def draft_pass(rounds: DeviceRounds) -> Tensor:
 
 
 @torch.no_grad()
-def next_logits(model: Decoder, ids: Sequence[int]) -> Tensor:
-    """Logits fp32 [V] behind ids, by the plain decoder."""
-    row = torch.tensor([list(ids)], device=model.device)
-    positions = torch.arange(row.shape[1], device=model.device)[None]
-    return model.head(model(row, positions, None, Attend.causal(positions))[:, -1])[0].float()
-
-
 def gate(model: Decoder, load: Any, prompts: Sequence[Sequence[int]], eos: tuple[int, ...]) -> str | None:
     """None if captured rounds in fp32 on the model's device give the host loop's tokens, with and without drafts; else what differs.
 

@@ -6,24 +6,9 @@ import importlib.util
 import json
 
 import pytest
-import torch
 
-from dllm.evals.guided_forwards import answers, differences, in_batches
+from dllm.evals.guided_forwards import answers, in_batches
 from dllm.output import GenerationOutput, Stats
-from dllm.types import Attend
-from tests.tiny import prompt, tiny_decoder
-
-
-def test_a_text_that_parts_is_found_with_its_gap_and_a_shorter_one_parts_at_its_stop():
-    model, eos = tiny_decoder(), 2
-    ids = prompt(5)
-    at = torch.arange(len(ids) + 1)[None]
-    truth = [7, 9, 11]
-    law = model.head(model(torch.tensor([[*ids, 7]]), at, None, Attend.causal(at))[0, -1])
-    found = differences(model, [ids] * 3, [truth, [7, 4, 11], [7]], [truth] * 3, eos)
-    assert [(d["prompt"], d["at"]) for d in found] == [(1, 1), (2, 1)]
-    assert found[0]["logit_gap"] == pytest.approx(float(law[9] - law[4]), abs=1e-4)
-    assert found[1]["logit_gap"] == pytest.approx(float(law[9] - law[eos]), abs=1e-4)
 
 
 def test_batches_keep_the_prompts_order_and_only_useful_tokens():

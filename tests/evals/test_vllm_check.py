@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 
+from dllm.evals.divergence import Divergence
 from dllm.evals.vllm_check import QUESTIONS, DrafterResult, _questions, compare, result_table
-from dllm.evals.vllm_ours import Accepted, Difference, cut_answer, first_difference, our_answers, passes_until
+from dllm.evals.vllm_ours import Accepted, cut_answer, is_tie, our_answers, passes_until
 from dllm.evals.vllm_server import Answer, ServerError, VLLMServer, draft_counters, free_port
 from tests.speculative import Scripted, greedy_text, hf_target, random_drafter
 
@@ -87,19 +87,9 @@ def new_token(target, prompt, index):
     return greedy_text(target, prompt, index + 1)[-1]
 
 
-def test_a_difference_tells_where_and_how_sure_the_target_was():
-    target = hf_target()
-    prompt = [3, 1, 7]
-    assert first_difference(target, prompt, [4, 5], [4, 5]) is None
-    assert first_difference(target, prompt, [4, 5], [4, 5, 6]) == Difference(2, None)
-    found = first_difference(target, prompt, [4, 5, 6], [4, 9, 6])
-    logits = target(torch.tensor([[*prompt, 4]])).logits[0, -1]
-    assert (
-        found is not None
-        and found.index == 1
-        and found.margin == pytest.approx(float((logits[5] - logits[9]).abs()), rel=1e-4)
-    )
-    assert not found.is_tie and Difference(3, 5e-5).is_tie and not Difference(3, None).is_tie
+def test_a_tie_is_a_small_gap_on_either_side():
+    assert is_tie(Divergence(0, 3, 1, 2, 5e-5)) and is_tie(Divergence(0, 3, 1, 2, -5e-5))
+    assert not is_tie(Divergence(0, 3, 1, 2, 2e-4)) and not is_tie(Divergence(0, 3, 1, None, None))
 
 
 def answer(ids):
@@ -116,7 +106,7 @@ def test_a_drafter_passes_with_the_same_tokens_and_about_our_accepted_length():
     assert not compare("d", target, plain, plain, Accepted(20, 42), ours)[0].ok
     assert not compare("d", target, plain, plain, Accepted(0, 0), [([4, 5], Accepted(0, 0))] * 2)[0].ok
     wrong, differences = compare("d", target, plain, [answer([4, 9]), answer([6])], Accepted(20, 40), ours)
-    assert not wrong.ok and wrong.same == 1 and [d.index for d in differences] == [1]
+    assert not wrong.ok and wrong.same == 1 and [d.place for d in differences] == [1]
     table = result_table([result, wrong])
     assert table.columns[-1]._cells == ["ok", "MISS"]
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dllm.model import packed
-from dllm.model.packed import MAX_ROWS, Linear, linear
+from dllm.model.packed import MAX_ROWS, Linear, linear, pack_linears
 
 needs_packing = pytest.mark.skipif(not packed._packs(), reason="this processor or PyTorch has no packed products")
 
@@ -162,3 +162,19 @@ def test_a_layer_with_a_packed_weight_can_be_copied_and_saved() -> None:
     other = copy.deepcopy(layer)
     assert set(layer.state_dict()) == {"weight", "bias"}
     torch.testing.assert_close(other(x), out)
+
+
+@needs_packing
+def test_a_foreign_model_keeps_its_parameters_and_reads_packed_ones() -> None:
+    class Other(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(48, 40), torch.nn.ReLU(), Other(40, 48, bias=False))
+    x, before = numbers(3, 48), {name: p.data_ptr() for name, p in model.named_parameters()}
+    out, hooked = model(x), []
+    model[0].register_forward_hook(lambda *given: hooked.append(given))
+    pack_linears(model)
+    assert type(model[0]) is Linear and type(model[2]) is Other
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    torch.testing.assert_close(model(x), out, rtol=1e-5, atol=1e-4)
+    assert len(hooked) == 1 and packed._kept.get(model[0].weight) is not None

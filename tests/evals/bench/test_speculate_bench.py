@@ -9,8 +9,9 @@ import torch
 
 from dllm.draft_cost import CostTable
 from dllm.evals.bench import speculate
-from dllm.evals.bench.speculate import Bench, Bucket, compile_bucket, gate, main, next_logits
+from dllm.evals.bench.speculate import Bench, Bucket, compile_bucket, gate, main
 from dllm.evals.bench.timing import Deadline
+from dllm.evals.divergence import next_logits
 from dllm.model.decoder import Decoder
 from tests.speculative import greedy_text, own_target, prompts, random_drafter
 
