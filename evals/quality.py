@@ -28,10 +28,12 @@ from dllm.evals.statistics import Interval, bootstrap_mean, paired_difference
 from dllm.likelihood import chain_log_likelihood
 from dllm.pipeline import DiffusionLM
 from dllm.prompts import encode_text
+from dllm.samplers.free_dave import FreeDave
 from dllm.target import load_target
 from dllm.training.data import held_out, load_documents
 
 app = typer.Typer(add_completion=False)
+PARTS = ("decoding", "suffix", "lengths")
 
 
 def held_out_prompts(archive: Path, tokenizer: Any, count: int) -> list[tuple[list[int], list[int]]]:
@@ -56,9 +58,8 @@ def decoding(
     batch: int,
 ) -> list[Measurement]:
     """One measurement a setting, all on the same prompts (lists of ids)."""
-    results = []
+    results, console = [], Console(stderr=True)
     for name, options in settings.items():
-        console = Console(stderr=True)
         console.print(f"{name}: {options}", highlight=False)
 
         def run(rows: Sequence[list[int]], options: dict[str, Any] = options) -> Any:
@@ -71,9 +72,41 @@ def decoding(
             return lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **options)
 
         results.append(
-            measure(run, list(prompts), judge, name=name, settings=options, prompt_ids=list(prompts), batch_size=batch)
+            measure(
+                run,
+                list(prompts),
+                judge,
+                name=name,
+                settings={k: repr(v) if k == "verifier" else v for k, v in options.items()},
+                prompt_ids=list(prompts),
+                batch_size=batch,
+                progress=lambda done, total: console.print(f"  {done} of {total} prompts", highlight=False),
+            )
         )
     return results
+
+
+def quality_settings(
+    attention: str, thresholds: Sequence[float], free_dave: Sequence[int]
+) -> dict[str, dict[str, Any]]:
+    """Name -> options of ``generate``: one token per forward first, each threshold, with FreeDave of each size, and for a bidirectional
+    model its approximate caches at the first threshold.
+    """
+    cache = "block" if attention == "block_causal" else "none"
+    settings: dict[str, dict[str, Any]] = {"vanilla": {"sampler": "low_confidence", "k": 1, "cache": cache}}
+    for threshold in thresholds:
+        plain = {"sampler": "threshold", "threshold": threshold, "cache": cache}
+        settings[f"threshold {threshold:g}"] = plain
+        for number in free_dave:
+            settings[f"threshold {threshold:g}, FreeDave {number}"] = {**plain, "verifier": FreeDave(number)}
+    if attention == "bidirectional":
+        for name, extra in {"dual": {}, "free": {}, "free delay 1": {"freeze_delay": 1}}.items():
+            settings[name] = {"sampler": "threshold", "threshold": thresholds[0], "cache": name.split()[0], **extra}
+    return settings
+
+
+def _numbers(text: str, kind: type) -> list[Any]:
+    return [kind(part) for part in text.split(",") if part.strip()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,47 +219,46 @@ def command(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
     batch: Annotated[int, typer.Option(help="Rows of a batch.")] = 200,
     thresholds: Annotated[str, typer.Option(help="Comma-separated thresholds beside vanilla.")] = "0.9",
+    free_dave: Annotated[
+        str, typer.Option(help="Comma-separated draft counts of FreeDave, beside each threshold.")
+    ] = "",
+    parts: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(PARTS)}.")] = ",".join(PARTS),
     dtype: str = "auto",
     device: str = "auto",
     judge_dtype: str = "float32",
 ) -> None:
     """Measure an adapted model; writes quality.json and quality.txt into OUT."""
+    wanted = [part.strip() for part in parts.split(",")]
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        raise typer.BadParameter(f"parts must be of {', '.join(PARTS)}: got {', '.join(unknown)}")
+    if "lengths" in wanted and story_file is None:
+        wanted.remove("lengths")
     lm = DiffusionLM.from_pretrained(model, dtype=dtype, device=device)
     judge = Judge(load_target("smollm2-135m", dtype=judge_dtype, device=device), batch_size=32)
     rows = held_out_prompts(conversations, lm.tokenizer, count)
-    vanilla_cache = "block" if lm.spec.attention == "block_causal" else "none"
-    settings: dict[str, dict[str, Any]] = {"vanilla": {"sampler": "low_confidence", "k": 1, "cache": vanilla_cache}}
-    for threshold in thresholds.split(","):
-        settings[f"threshold {threshold}"] = {
-            "sampler": "threshold",
-            "threshold": float(threshold),
-            "cache": vanilla_cache,
-        }
-    if lm.spec.attention == "bidirectional":
-        fast = float(thresholds.split(",")[0])
-        for name, extra in {"dual": {}, "free": {}, "free delay 1": {"freeze_delay": 1}}.items():
-            settings[name] = {"sampler": "threshold", "threshold": fast, "cache": name.split()[0], **extra}
-    measured = decoding(lm, judge, [p for p, _ in rows], settings, max_new_tokens, batch)
+    settings = quality_settings(lm.spec.attention, _numbers(thresholds, float), _numbers(free_dave, int))
     console = Console(record=True, width=180)
-    console.print(render_table(measured, baseline="vanilla"))
     report: dict[str, Any] = {
         "model": model,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
         "torch": torch.__version__,
-        "measurements": [json.loads(m.to_json()) for m in measured],
-        "comparisons": [dataclasses.asdict(compare(m, measured[0])) for m in measured[1:]],
     }
-    for m in measured[1:]:
-        console.print(compare(m, measured[0]))
-    # Saved after each part: a run that is cut short keeps what it has measured.
-    _save(out, report, console)
+    if "decoding" in wanted:
+        measured = decoding(lm, judge, [p for p, _ in rows], settings, max_new_tokens, batch)
+        console.print(render_table(measured, baseline="vanilla"))
+        report["measurements"] = [json.loads(m.to_json()) for m in measured]
+        report["comparisons"] = [dataclasses.asdict(compare(m, measured[0])) for m in measured[1:]]
+        for m in measured[1:]:
+            console.print(compare(m, measured[0]))
+        # Saved after each part: a run that is cut short keeps what it has measured.
+        _save(out, report, console)
     gains = {"held-out answers": answer_spans(rows)}
     texts = stories(story_file) if story_file is not None else []
     if story_file is not None:
         encoded = [tuple(encode_text(lm.tokenizer, part) for part in row) for row in texts]
         gains[story_file.stem] = [(before, middle, after) for before, middle, after in encoded]
     report["suffix_gains"] = []
-    for name, spans in gains.items():
+    for name, spans in gains.items() if "suffix" in wanted else ():
         gain = suffix_gain(lm, spans, name, batch=32)
         report["suffix_gains"].append(dataclasses.asdict(gain))
         console.print(gain)
@@ -238,7 +270,7 @@ def command(
         "fixed 16": {"length": 16},
     }
     report["lengths"] = []
-    for name, options in lengths.items() if texts else ():
+    for name, options in lengths.items() if "lengths" in wanted else ():
         choice = length_choices(lm, judge, texts, {name: options}, 64, 32)[0]
         report["lengths"].append(dataclasses.asdict(choice))
         console.print(choice)
