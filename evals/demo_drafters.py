@@ -8,7 +8,7 @@ The ratio is against the faster of two ways to run the AR model alone: our loop 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dllm.drafters.drafter import Drafter
+from dllm.evals.vllm_ours import stop_ids_of
 from dllm.prompts import apply_template
 from dllm.speculate import speculative_generate
 
@@ -53,10 +54,16 @@ def run_ours(
     drafter: Drafter | None,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
+    stops: Collection[int],
     num_drafts: int | None = None,
 ) -> DraftedRun:
-    """Greedy decoding in our loop, one prompt at a time (drafter None: the target alone; num_drafts None: as many as it drafts)."""
-    settings = {} if drafter is None or num_drafts is None else {"num_drafts": num_drafts}
+    """Greedy decoding in our loop up to a stop token, one prompt at a time.
+
+    drafter: None for the target alone. num_drafts: None for as many as it drafts.
+    """
+    settings: dict[str, Any] = {"eos_token_id": sorted(stops)}
+    if drafter is not None and num_drafts is not None:
+        settings["num_drafts"] = num_drafts
     _once(target, drafter, prompts[0])
     tokens, accepted, nfe, draft_nfe = [], [], 0, 0
     started = time.perf_counter()
@@ -71,8 +78,7 @@ def run_ours(
 
 def run_generate(name: str, target: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> DraftedRun:
     """Greedy decoding by transformers' own ``generate``, one prompt at a time."""
-    stop = target.generation_config.eos_token_id
-    stops = {stop} if isinstance(stop, int) else set(stop or ())
+    stops = stop_ids_of(target)
     tokens, nfe = [], 0
 
     def answer(prompt: Sequence[int], count: int) -> list[int]:
@@ -111,7 +117,7 @@ def drafted_runs(
     for name, drafter in {"AR": None, **drafters}.items():
         label = name if drafter is None else f"AR + {name.rsplit('-', 1)[-1]}"
         on_run(label)
-        runs.append(run_ours(label, target, drafter, prompts, max_new_tokens, num_drafts))
+        runs.append(run_ours(label, target, drafter, prompts, max_new_tokens, stop_ids_of(plain), num_drafts))
     return runs
 
 

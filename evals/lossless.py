@@ -25,6 +25,7 @@ from dllm.drafters.drafter import Drafter
 from dllm.evals.acceptance import read_prompts
 from dllm.evals.bench.record import Record, environment
 from dllm.evals.divergence import divergences
+from dllm.evals.vllm_ours import stop_ids_of
 from dllm.families.placement import resolve_device, resolve_dtype
 from dllm.speculate import speculative_generate
 from dllm.target import load_target
@@ -46,27 +47,30 @@ def reference_answers(model: Any, prompts: Sequence[Sequence[int]], max_new_toke
     for prompt in prompts:
         ids, mask = pad_left([prompt], 0, model.device)
         out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=0)
-        yield _until_stop(out[0, len(prompt) :].tolist(), _stops(model))
+        yield _until_stop(out[0, len(prompt) :].tolist(), stop_ids_of(model))
 
 
 def drafted_answers(
-    way: str, model: Any, drafter: Drafter, batch: Sequence[Sequence[int]], num_drafts: int, max_new_tokens: int
+    way: str,
+    model: Any,
+    drafter: Drafter,
+    batch: Sequence[Sequence[int]],
+    num_drafts: int,
+    max_new_tokens: int,
+    stops: frozenset[int],
 ) -> list[list[int]]:
-    """One ragged batch by one way: tokens of each row, up to and without the stop. model: of the way's kind, the drafter's target."""
+    """One ragged batch by one way: tokens of each row, up to and without the stop. model: of the way's kind, the drafter's target;
+    stops: its stop tokens, which a decoder of ours does not know.
+    """
     ids, mask = pad_left(batch, 0, model.device)
     if way == "loop":
-        settings = {"num_drafts": num_drafts, "max_new_tokens": max_new_tokens}
+        settings = {"num_drafts": num_drafts, "max_new_tokens": max_new_tokens, "eos_token_id": sorted(stops)}
         found = speculative_generate(model, drafter, ids, mask, **settings)
         return [row[:length].tolist() for row, length in zip(found.sequences, found.lengths, strict=True)]
     drafts = drafter.as_custom_generate(num_drafts=num_drafts)
     settings = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": 0}
     out = model.generate(ids, attention_mask=mask, custom_generate=drafts, **settings)
-    return [_until_stop(row, _stops(model)) for row in out[:, ids.shape[1] :].tolist()]
-
-
-def _stops(model: Any) -> frozenset[int]:
-    stop = model.generation_config.eos_token_id
-    return frozenset([stop] if isinstance(stop, int) else stop or ())
+    return [_until_stop(row, stops) for row in out[:, ids.shape[1] :].tolist()]
 
 
 def _until_stop(tokens: Sequence[int], stops: frozenset[int]) -> list[int]:
@@ -121,7 +125,7 @@ def command(
                     got: list[list[int]] = []
                     for start in range(0, len(ids), size):
                         rows = ids[start : start + size]
-                        got += drafted_answers(name, model, bound, rows, number, max_new_tokens)
+                        got += drafted_answers(name, model, bound, rows, number, max_new_tokens, stop_ids_of(plain))
                         bar.advance(task, len(rows))
                     found = divergences(plain, ids, expected, got)
                     wrong += len(found)

@@ -27,6 +27,7 @@ from dllm.drafters.drafter import Drafter
 from dllm.evals.acceptance import read_prompts
 from dllm.evals.bench.record import Record, environment
 from dllm.evals.demo_drafters import DraftedRun, run_generate, run_ours
+from dllm.evals.vllm_ours import stop_ids_of
 from dllm.families.placement import resolve_dtype
 from dllm.target import load_target
 from dllm.training.base import load_base
@@ -74,13 +75,13 @@ def summarise(way: Way, rounds: Sequence[Sequence[DraftedRun]], index: int) -> d
     }
 
 
-def _decode(way: Way, models: tuple[Any, Any], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> DraftedRun:
-    """One way over all prompts; models: transformers' and ours."""
+def _decode(way: Way, plain: Any, decoder: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> DraftedRun:
+    """One way over all prompts; plain: transformers' model, decoder: ours."""
     name, drafter, count = way
     if way == ALONE[0]:
-        return run_generate(name, models[0], prompts, max_new_tokens)
-    bound = None if drafter is None else Drafter.from_pretrained(drafter, target=models[1])
-    return run_ours(name, models[1], bound, prompts, max_new_tokens, count)
+        return run_generate(name, plain, prompts, max_new_tokens)
+    bound = None if drafter is None else Drafter.from_pretrained(drafter, target=decoder)
+    return run_ours(name, decoder, bound, prompts, max_new_tokens, stop_ids_of(plain), count)
 
 
 def command(
@@ -109,21 +110,21 @@ def command(
     }
     record.add("setting", "cpu", **environment(torch.device("cpu")), **setting)
     if gate:
-        models = (None, load_base(target, "cpu", torch.float32).decoder)
+        wide = load_base(target, "cpu", torch.float32).decoder
         with console.status("gate: texts in float32"):
-            texts = [_decode(way, models, ids, max_new_tokens) for way in ways[1:]]
+            texts = [_decode(way, told, wide, ids, max_new_tokens) for way in ways[1:]]
         wrong = differing(texts, texts[0])
         record.add("gate", "float32", differ=wrong[1:])
         if any(wrong):
             raise RuntimeError(f"in float32 drafts must not change the text: {wrong[1:]} of {len(ids)} answers differ")
-    models = (told, load_base(target, "cpu", kind).decoder)
+    decoder = load_base(target, "cpu", kind).decoder
     rounds: list[list[DraftedRun]] = []
     with console.status("") as status:
         for number in range(runs):
             rounds.append([])
             for way in ways:
                 status.update(f"round {number + 1} of {runs}: {way[0]}")
-                rounds[-1].append(_decode(way, models, ids, max_new_tokens))
+                rounds[-1].append(_decode(way, told, decoder, ids, max_new_tokens))
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, caption=f"{setting}; medians of {runs} rounds, the least and the most"
     )

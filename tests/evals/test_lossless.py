@@ -22,9 +22,20 @@ def test_both_ways_give_the_reference(drafts, size):
     for way in lossless.WAYS:
         got = []
         for start in range(0, len(PROMPTS), size):
-            got += drafted_answers(way, target, drafter, PROMPTS[start : start + size], drafts, 9)
+            got += drafted_answers(way, target, drafter, PROMPTS[start : start + size], drafts, 9, frozenset())
         assert got == expected
         assert divergences(target, PROMPTS, expected, got) == []
+
+
+def test_both_ways_end_at_the_targets_stop():
+    target = hf_target()
+    stop = next(reference_answers(target, PROMPTS, 9))[4]
+    target.generation_config.eos_token_id = stop
+    expected = list(reference_answers(target, PROMPTS, 9))
+    assert all(stop not in answer for answer in expected) and len(expected[0]) <= 4
+    for way in lossless.WAYS:
+        got = drafted_answers(way, target, random_drafter("dfly", target), PROMPTS, 2, 9, frozenset([stop]))
+        assert got == expected
 
 
 @pytest.mark.parametrize(
