@@ -95,8 +95,8 @@ def in_graph(run: Callable[[], Any], device: torch.device, repeat: int = 1) -> C
     with torch.no_grad():
         replay, outputs = captured(many, warmup=1)
 
-    def call() -> Any:
-        # The closure keeps the graph's memory alive.
+    # A graph holds addresses: without ``kept``, what ``run`` reads is free for others once the caller drops it, and a replay goes astray.
+    def call(kept: Any = run) -> Any:
         replay()
         return outputs
 

@@ -170,6 +170,22 @@ def test_odd_head_widths_and_group_sizes_are_masked(device, head_dim, heads, kv_
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("keys", [64, 128, 64 * 7, 64 * 8 + 5])
+def test_shares_of_full_and_of_partly_seen_tiles_give_the_truth(device, keys, splits):
+    """With full tiles that follow each other, with an unseen one between them (whose keys are not numbers), and with a last one in part."""
+    q, k, v, stored, values = inputs(2, 4, 2, 5, keys, 16, 4, device=device)
+    key_group = torch.zeros(2, keys, dtype=torch.int32, device=device)
+    key_group[1, 64:128] = PADDING_GROUP
+    attend = Attend.bidirectional(torch.ones(2, 5, dtype=torch.bool, device=device), key_group)
+    expected = truth(q, k, v, attend, stored, values)
+    stored, values = stored.clone(), values.clone()
+    stored[1, :, 64:128] = values[1, :, 64:128] = float("nan")
+    out = attention_triton(q, k, v, attend, stored, values, config=AttentionConfig(16, splits, 4, 2))
+    assert_close(out, expected, torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_many_rows_take_several_tiles_and_several_words_of_bits(device):
     q, k, v, keys, values = inputs(1, 2, 1, 130, 40, 16, 2, device=device)
     attend = rules("random_bits", 1, 130, 40, 2, device)
