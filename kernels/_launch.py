@@ -26,6 +26,11 @@ else:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+EARLY_SIZE = 2**16
+"""Numbers in the tensor given to ``dependent`` up to which a kernel is launched early. Measured on an H200: with every kernel launched
+early, the step of a model of width 576 with 32 rows (18 thousand numbers) takes 0.77 of its time, one of width 4096 with as many rows
+0.99, one of width 2560 with 256 rows 1.18, because what stands ready takes room from what still computes."""
+
 
 def jit(function: F) -> Any:
     """``triton.jit``; without Triton the plain function, which is never called then."""
@@ -68,12 +73,15 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def dependent(tensor: Tensor) -> dict[str, bool]:
-    """Launch arguments of a kernel that calls ``begin_dependent`` before it touches memory.
+    """Launch arguments of a kernel that calls ``begin_dependent`` before it touches memory; tensor: its activations, whose size decides.
 
     Such a kernel is set up on the multiprocessors that become free while the kernel before it still runs (programmatic dependent launch,
-    compute capability 9.0 and later), which hides its launch; ``DLLM_DEPENDENT_LAUNCH=1`` turns that on. A graph keeps it.
+    compute capability 9.0 and later), which hides its launch; a graph keeps it. ``DLLM_DEPENDENT_LAUNCH``: 0 for none, 1 for all.
     """
-    on = tensor.is_cuda and dependent_launch() and _capability(tensor.device) >= 9
+    if not tensor.is_cuda:
+        return {"DEPENDENT": False}
+    asked = dependent_launch()
+    on = (asked == "1" or (asked == "auto" and tensor.numel() <= EARLY_SIZE)) and _capability(tensor.device) >= 9
     return {"DEPENDENT": True, "launch_pdl": True} if on else {"DEPENDENT": False}
 
 

@@ -487,7 +487,8 @@ def row_numbers_triton(
         # Eight programs of 128 threads fill a multiprocessor at 64 registers, which the shortest variant needs a few more than.
         limit = {} if entropy or margin or sample or top_k or not logits.is_cuda else {"maxnreg": 64}
         groups = min(_GROUPS, cut.tile // _WIDTH)
-        common = dict(BANNED=banned is not None, ENTROPY=entropy, MARGIN=margin, SAMPLE=sample, **dependent(logits))
+        # A few numbers a row come out, however wide the rows are: an early launch takes room from nothing.
+        common = dict(BANNED=banned is not None, ENTROPY=entropy, MARGIN=margin, SAMPLE=sample, **dependent(confidence))
         _partials_kernel[(total,)](
             logits, ban, partials, indices, top_values, top_ids,
             slots, vocab, cut.splits, cut.split_length, cut.tiles, total, *strides, inverse,

@@ -4,13 +4,14 @@ import inspect
 import re
 from dataclasses import replace
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dllm.kernels._launch import dependent
+from dllm.kernels._launch import EARLY_SIZE, dependent
 
 FILES = ("attention", "lm_head_stats", "norm_rope_kv", "row_stats", "skinny_linear")
 """Files of the kernels that may be launched dependently."""
@@ -21,16 +22,35 @@ def test_off_cuda_kernels_are_launched_one_after_the_other():
     assert dependent(torch.zeros(1)) == {"DEPENDENT": False}
 
 
-def test_the_variable_that_turns_dependent_launches_on_takes_0_and_1(monkeypatch):
+def test_the_variable_of_dependent_launches_takes_auto_0_and_1(monkeypatch):
     from dllm.environment import dependent_launch
 
-    monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", "0")
-    assert not dependent_launch()
-    monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", "1")
-    assert dependent_launch()
+    monkeypatch.delenv("DLLM_DEPENDENT_LAUNCH", raising=False)
+    assert dependent_launch() == "auto"
+    for value in ("auto", "0", "1"):
+        monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", value)
+        assert dependent_launch() == value
     monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", "no")
-    with pytest.raises(ValueError, match="DLLM_DEPENDENT_LAUNCH must be one of 0, 1: got 'no'"):
+    with pytest.raises(ValueError, match="DLLM_DEPENDENT_LAUNCH must be one of auto, 0, 1: got 'no'"):
         dependent_launch()
+
+
+@pytest.mark.parametrize(
+    ("asked", "size", "capability", "early"),
+    [
+        ("auto", EARLY_SIZE, 9, True),
+        ("auto", EARLY_SIZE + 1, 9, False),
+        ("auto", 1, 8, False),
+        ("1", EARLY_SIZE + 1, 9, True),
+        ("1", 1, 8, False),
+        ("0", 1, 9, False),
+    ],
+)
+def test_small_kernels_are_launched_early_on_devices_that_can(monkeypatch, asked, size, capability, early):
+    monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", asked)
+    monkeypatch.setattr("dllm.kernels._launch._capability", lambda device: capability)
+    on_cuda: Any = SimpleNamespace(is_cuda=True, device="cuda", numel=lambda: size)
+    assert dependent(on_cuda) == ({"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False})
 
 
 def kernels_of(file: str) -> dict[str, str]:
@@ -117,10 +137,11 @@ def differing(replay: Any, truth: list[Tensor], names: list[str], replays: int =
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("asked", ["auto", "1"])
 @pytest.mark.parametrize("tapped", [False, True], ids=["step", "layers kept"])
 @pytest.mark.parametrize(("name", "batch", "rows"), SHAPES_TESTED)
 def test_a_captured_step_gives_the_same_bits_in_every_replay_with_and_without_dependent_launches(
-    monkeypatch, name, batch, rows, tapped
+    monkeypatch, name, batch, rows, tapped, asked
 ):
     """Eager and captured without dependent launches, then captured with them: in all files at once, and if that differs in each alone.
 
@@ -134,7 +155,7 @@ def test_a_captured_step_gives_the_same_bits_in_every_replay_with_and_without_de
     monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", "0")
     truth = [x.clone() for x in make(tapped)()]
     assert differing(in_graph(make(tapped), device, repeat=3), truth, names) is None, "without dependent launches"
-    monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", "1")
+    monkeypatch.setenv("DLLM_DEPENDENT_LAUNCH", asked)
     whole = differing(in_graph(make(tapped), device, repeat=3), truth, names)
     if whole is None:
         return
