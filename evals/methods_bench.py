@@ -17,6 +17,7 @@ A row is saved when it is measured, and not measured again where its file is the
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import logging
 import statistics
@@ -256,6 +257,9 @@ def command(
     row_limit: Annotated[float, typer.Option(help="Seconds of a row's timed passes; one is always made.")] = 8.0,
     time_limit: Annotated[float, typer.Option(help="Seconds in which rows are begun.")] = 1e9,
     rows: Annotated[int, typer.Option(min=1, help="Only the first rows of each suite and group.")] = 99,
+    only: Annotated[
+        str, typer.Option(help="Rows to measure, as a pattern of their names; the table has all that are saved.")
+    ] = "*",
     drafter: Annotated[str, typer.Option(help="Drafter of the AR model.")] = "smollm2-135m-dfly",
     device: Annotated[str, typer.Option(help="cuda, cpu or auto.")] = "auto",
 ) -> None:
@@ -271,13 +275,19 @@ def command(
     deadline = Deadline(time_limit)
     systems = Systems(device, drafter)
     judge: Judge | None = None
-    for one in suites(wanted, systems, conversations, count, max_new_tokens):
+    chosen = suites(wanted, systems, conversations, count, max_new_tokens)
+    names = [row.name for one in chosen for row in one.rows]
+    if not fnmatch.filter(names, only):
+        raise typer.BadParameter(f"only must name some of the rows ({', '.join(names[:3])}, ...): got {only!r}")
+    for one in chosen:
         folder, seen = out / one.name, dict.fromkeys(kinds, 0)
         folder.mkdir(parents=True, exist_ok=True)
         for kind in parts:
             for row in one.rows:
                 seen[row.group] = seen.get(row.group, 99) + 1
                 if row.group not in kinds or seen[row.group] > rows or kind == "table":
+                    continue
+                if not fnmatch.fnmatchcase(row.name, only):
                     continue
                 if deadline.left() <= 0:
                     print(f"{kind} {row.name}: no time left", flush=True)

@@ -107,11 +107,11 @@ class Bench:
             "texts": [row for r in results for row in r.tokens],
         }
 
-    def costs(self, batch: int) -> dict[str, float]:
+    def costs(self, batch: int, drafts: int) -> dict[str, float]:
         """Median ms of a replay: the round without drafts, the round with them, the draft pass in it."""
         plain, drafted = (
             rounds_for(self.target, self.drafter if n else None, self.requests(batch, batch, n)[0], batch, self.rounds)
-            for n in (0, self.drafter.max_drafts)
+            for n in (0, drafts)
         )
         device = self.target.device
         alone = capture(lambda: draft_pass(drafted), device, owned=(drafted,), name="draft pass")
@@ -246,7 +246,7 @@ def run(
                 "rounds_saved": ar["rounds"] / max(ours["rounds"], 1),
                 "ar": ar,
                 "drafts": ours,
-                **bench.costs(batch),
+                **bench.costs(batch, drafts),
                 "plain_step_ms": plain,
                 "plain_tokens_per_s": 1e3 * share / plain,
                 **texts,
@@ -282,6 +282,30 @@ def cost_table(bench: Bench, entries: Sequence[dict[str, Any]]) -> CostTable:
     )
 
 
+def length_costs(bench: Bench, lengths: Sequence[int], folder: Path, batch: int = 1) -> list[Path]:
+    """One ``CostTable`` file a block length (its anchor included), of captured rounds: what ``train-block-pilot --cost-table`` reads.
+
+    Their accept_length is 1, since only times are measured here.
+    """
+    paths = []
+    for length in lengths:
+        ms = bench.costs(batch, length - 1)
+        table = CostTable(
+            num_drafts=length - 1,
+            accept_length=1.0,
+            plain_ms={batch: ms["ar_round_ms"]},
+            verify_ms={batch: max(ms["drafts_round_ms"] - ms["draft_pass_ms"], 1e-6)},
+            draft_ms={batch: ms["draft_pass_ms"]},
+            device=environment(bench.target.device)["device"],
+            dtype=str(bench.target.dtype).removeprefix("torch."),
+            columns=KEY_STEP,
+        )
+        paths.append(folder / f"length_{length}_batch_{batch}.json")
+        table.save(paths[-1])
+        print(f"length {length}: {', '.join(f'{name} {value:.3f}' for name, value in ms.items())}", flush=True)
+    return paths
+
+
 def line(entry: dict[str, Any]) -> str:
     """One entry for the eye."""
     ar, ours = entry["ar"], entry["drafts"]
@@ -302,8 +326,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batches = [int(part) for part in options.batch.split(",")]
     if min(batches) < 1 or options.prompts < 1:
         raise SystemExit(f"--batch and --prompts must be >= 1: got {options.batch} and {options.prompts}")
+    lengths = [int(part) for part in options.lengths.split(",") if part]
+    if lengths and options.length_costs is None:
+        raise SystemExit("--length-costs must name a folder where --lengths is given: got none")
     model, load, prompts, eos = _tiny(options) if options.tiny else _loaded(options)
     drafter = load(model)
+    if not set(lengths) <= set(range(2, drafter.max_drafts + 2)):
+        raise SystemExit(f"--lengths must be in 2..{drafter.max_drafts + 1}: got {options.lengths}")
     began = time.monotonic()
     report: dict[str, Any] = {
         "drafter": options.drafter, "target": "tiny" if options.tiny else options.target, "new_tokens": options.new_tokens,
@@ -322,6 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(report["red_gate"])
             return 1
     run(bench, batches, options.prompts, options.runs, Deadline(options.time_limit), report, options.out)
+    if lengths:
+        length_costs(bench, lengths, options.length_costs)
     if options.keep_costs:
         cost_table(bench, report["entries"]).save(table_path(drafter))
     return 0
@@ -379,6 +410,12 @@ def _parser() -> argparse.ArgumentParser:
         "--no-gate", dest="gate", action="store_false", help="leave the fp32 comparison out (it compiles kernels)"
     )
     parser.add_argument("--keep-costs", action="store_true", help='keep the table where cost_table="auto" finds it')
+    parser.add_argument(
+        "--lengths", default="", help="comma-separated block lengths whose rounds are timed too, at batch 1"
+    )
+    parser.add_argument(
+        "--length-costs", type=Path, default=None, help="folder of their cost tables, one file a length"
+    )
     parser.add_argument("--tiny", action="store_true", help="a random model of four layers")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
     return parser

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 
+from dllm.evals import methods_bench
 from dllm.evals.measure import measure
 from dllm.evals.methods_bench import Speed, Suite, attempt, table, time_row, write_table
 from dllm.evals.methods_rows import (
@@ -102,6 +104,18 @@ def test_a_row_that_fails_leaves_its_error_in_the_table_and_one_that_is_there_is
     assert "bd8 b: +" not in (tmp_path / "table.md").read_text()
     assert "the same text for 2 of 2" in write_table(suite, tmp_path) and "failed" not in write_table(suite, tmp_path)
     assert json.loads((tmp_path / "speed1" / "bd8_a.json").read_text())["torch"] == torch.__version__
+
+
+def test_a_pattern_chooses_rows_and_one_that_names_none_is_an_error(tmp_path, monkeypatch):
+    rows = [Row("bd8 plain", "bd8"), Row("bd8 guided", "bd8"), Row("full plain", "full")]
+    tried = []
+    monkeypatch.setattr(methods_bench, "Systems", lambda *_: None)
+    monkeypatch.setattr(methods_bench, "suites", lambda *_: [Suite("main", rows, [[1]], 4)])
+    monkeypatch.setattr(methods_bench, "attempt", lambda file, work, name: tried.append(name))
+    methods_bench.command(tmp_path, tmp_path, part="speed", only="*plain")
+    assert tried == ["bd8 plain", "full plain"]
+    with pytest.raises(typer.BadParameter, match="only must name some of the rows .*: got 'nothing'"):
+        methods_bench.command(tmp_path, tmp_path, part="speed", only="nothing")
 
 
 def test_prompts_are_padded_on_the_right_and_chained_by_whole_turns():

@@ -13,6 +13,8 @@ from dllm.evals.bench.speculate import Bench, Bucket, compile_bucket, gate, main
 from dllm.evals.bench.timing import Deadline
 from dllm.evals.divergence import next_logits
 from dllm.model.decoder import Decoder
+from dllm.training.block_pilot_costs import RoundCosts
+from dllm.training.block_pilot_traces import LengthCounts
 from tests.speculative import greedy_text, own_target, prompts, random_drafter
 
 MODEL = own_target()
@@ -39,6 +41,26 @@ def test_the_command_measures_every_batch_size_and_chooses_by_its_own_costs(tmp_
         1: report["entries"][0]["ar_round_ms"],
         2: report["entries"][1]["ar_round_ms"],
     }
+
+
+def test_rounds_of_other_block_lengths_leave_cost_tables_that_the_pilots_costs_read(tmp_path):
+    costs = tmp_path / "costs"
+    given = (
+        f"--device cpu --tiny --no-gate --batch 1 --prompts 1 --new-tokens 4 --runs 1 --out {tmp_path / 'bench.json'}"
+    )
+    assert main([*given.split(), "--lengths", "2,4", "--length-costs", str(costs)]) == 0
+    tables = [CostTable.load(costs / f"length_{n}_batch_1.json") for n in (2, 4)]
+    assert [table.num_drafts for table in tables] == [1, 3]
+    read = RoundCosts.of_tables(tables, (1, 2, 4))
+    for length, table in zip((2, 4), tables, strict=True):
+        one = LengthCounts(tokens=1, passes=1, positions=1)
+        assert read.ms(length, one) == pytest.approx(table.verify_ms[1] + table.draft_ms[1])
+    for lengths, rest, message in (
+        ("9", ["--length-costs", str(costs)], r"--lengths must be in 2\.\.4: got 9"),
+        ("2", [], "--length-costs must name a folder"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            main([*given.split(), "--lengths", lengths, *rest])
 
 
 def test_a_red_gate_leaves_no_figures(tmp_path, monkeypatch):
