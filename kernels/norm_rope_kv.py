@@ -420,6 +420,7 @@ def rope_write_triton(
     if out is None:
         out = torch.empty(batch, queries, all_heads, head_dim, dtype=dtype or qkv.dtype, device=qkv.device)
     write = keys is not None
+    block = next_power_of_2(head_dim)
     unused = out
     rows_, valid_ = (_inner(rows), _inner(valid)) if rows is not None and valid is not None else (unused, unused)
     keys_, values_ = (keys, values) if keys is not None and values is not None else (unused, unused)
@@ -451,8 +452,9 @@ def rope_write_triton(
             WRITE=write,
             SPLITS=splits,
             BLOCK_H=HEADS_PER_PROGRAM,
-            BLOCK_D=next_power_of_2(head_dim),
-            num_warps=2,
+            BLOCK_D=block,
+            # A second warp without heads of its own would repeat the first one's sums, and write them to the same place.
+            num_warps=2 if HEADS_PER_PROGRAM * block >= 256 else 1,
             **dependent(out),
         )
     views = out.transpose(1, 2).split([num_heads, num_kv_heads, num_kv_heads], dim=1)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,18 +83,22 @@ def checks(device: torch.device) -> Iterator[Check]:
     gate_up = random(5, 74)
     yield "swiglu", (lambda: small.swiglu_triton(gate_up)), (lambda: small.swiglu_reference(gate_up))
 
-    qkv, angle, qk_norm = random(2, 5, 6 * 16), random(2, 5, 8), random(16)
     target = torch.arange(3, 8, device=device).expand(2, -1).contiguous()
     valid = torch.ones(2, 5, dtype=torch.bool, device=device)
     valid[1, 3:] = False
-    store = torch.zeros(2, 2, 2, 9, 16, device=device)
 
-    def rope(call: Any) -> list[Tensor]:
-        keys, values = store.clone()
+    def rope(call: Any, qkv: Tensor, angle: Tensor, qk_norm: Tensor) -> list[Tensor]:
+        keys, values = torch.zeros(2, 2, 2, 9, len(qk_norm), device=device)
         given = dict(q_weight=qk_norm, k_weight=qk_norm, rows=target, valid=valid, keys=keys, values=values)
         return [*call(qkv, angle.cos(), angle.sin(), 2, 2, **given), keys, values]
 
-    yield "rope_write", (lambda: rope(small.rope_write_triton)), (lambda: rope(small.rope_write_reference))
+    for width in (16, 128):
+        inputs = random(2, 5, 6 * width), random(2, 5, width // 2), random(width)
+        yield (
+            f"rope_write of width {width}",
+            partial(rope, small.rope_write_triton, *inputs),
+            partial(rope, small.rope_write_reference, *inputs),
+        )
 
     q, k, v = (random(2, heads, 5, 16, dtype=wide) for heads in (4, 2, 2))
     keys, values = random(2, 2, 130, 16, dtype=wide), random(2, 2, 130, 16, dtype=wide)
