@@ -54,3 +54,12 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+
+
+def stop_ids_of(target: Any) -> frozenset[int]:
+    """The target's stop tokens: those of its generation config, as servers read them, or of its config."""
+    for owner in (target.generation_config, target.config):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dllm.drafters.drafter import Drafter
-from dllm.evals.vllm_ours import stop_ids_of
 from dllm.prompts import apply_template
 from dllm.speculate import speculative_generate
+from dllm.target import stop_ids_of
 
 CPU_DRAFTS = 4
 """Drafts a round on a CPU, where every row that is verified costs arithmetic (docs/log.md has other numbers)."""

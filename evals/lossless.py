@@ -25,10 +25,9 @@ from dllm.drafters.drafter import Drafter
 from dllm.evals.acceptance import read_prompts
 from dllm.evals.bench.record import Record, environment
 from dllm.evals.divergence import divergences
-from dllm.evals.vllm_ours import stop_ids_of
 from dllm.families.placement import resolve_device, resolve_dtype
 from dllm.speculate import speculative_generate
-from dllm.target import load_target
+from dllm.target import load_target, stop_ids_of
 from dllm.training.base import load_base
 
 WAYS = ("generate", "loop")

@@ -29,10 +29,10 @@ from dllm.drafters.dfly import DFly
 from dllm.drafters.drafter import Drafter
 from dllm.evals.atomic_write import write_text_atomic
 from dllm.evals.divergence import Divergence, divergences
-from dllm.evals.vllm_ours import Accepted, is_tie, our_answers, stop_ids_of
+from dllm.evals.vllm_ours import Accepted, is_tie, our_answers
 from dllm.evals.vllm_server import Answer, VLLMServer
 from dllm.prompts import apply_template
-from dllm.target import load_target, target_folder
+from dllm.target import load_target, stop_ids_of, target_folder
 
 DRAFTERS = ("smollm2-135m-dflash", "smollm2-135m-dfly")
 TOLERANCE = 0.03

@@ -78,12 +78,3 @@ def our_answers(
     runs = measure_acceptance(target, drafter, prompts, limit, batch_size, num_drafts=num_drafts, eos_token_id=())
     answers = [cut_answer(ids, stop_ids, max_new_tokens) for ids, _ in runs]
     return [(answer, passes_until(lengths, len(answer))) for answer, (_, lengths) in zip(answers, runs, strict=True)]
-
-
-def stop_ids_of(target: Any) -> frozenset[int]:
-    """The target's stop tokens: those of its generation config, as servers read them, or of its config."""
-    for owner in (target.generation_config, target.config):
-        ids = getattr(owner, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()

@@ -27,9 +27,8 @@ from dllm.drafters.drafter import Drafter
 from dllm.evals.acceptance import read_prompts
 from dllm.evals.bench.record import Record, environment
 from dllm.evals.demo_drafters import DraftedRun, run_generate, run_ours
-from dllm.evals.vllm_ours import stop_ids_of
 from dllm.families.placement import resolve_dtype
-from dllm.target import load_target
+from dllm.target import load_target, stop_ids_of
 from dllm.training.base import load_base
 
 Way = tuple[str, str | None, int | None]
