@@ -113,7 +113,9 @@ def _packs() -> bool:
 
 @functools.cache
 def _multiplies_bfloat16() -> bool:
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """Whether the processor has instructions for it. oneDNN's own answer is no help: it also says yes where it emulates them."""
+    asked = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(bool(supported()) for supported in asked if supported is not None)
 
 
 def _holds_float16() -> bool:

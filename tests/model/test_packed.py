@@ -74,6 +74,17 @@ def test_bfloat16_rows_are_multiplied_in_float32_and_rounded_once(
     assert not packed._fits(x, weight)
 
 
+@pytest.mark.parametrize(("avx512", "amx"), [(False, False), (True, False), (False, True)])
+def test_a_processor_multiplies_bfloat16_by_its_instructions_not_by_onednns_word(
+    monkeypatch: pytest.MonkeyPatch, avx512: bool, amx: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
+    packed._multiplies_bfloat16.cache_clear()
+    assert packed._multiplies_bfloat16() == (avx512 or amx)
+    packed._multiplies_bfloat16.cache_clear()
+
+
 @needs_packing
 @pytest.mark.parametrize("exponent", [-90, -40, -10, 0, 10, 40, 100])
 def test_bfloat16_weights_of_any_size_are_held_without_loss(exponent: int, emulated_bfloat16: None) -> None:
