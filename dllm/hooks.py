@@ -224,14 +224,11 @@ class GuideHook:
             fresh = torch.where(at == kept[:, None], law.gather(-1, own[..., None])[..., 0], chance)
             confidence = torch.where(offered & (at <= kept[:, None]), fresh, confidence)
             committed = torch.minimum(kept + 1, count)
-            as_fed = kept
         else:
             committed = torch.minimum(kept.clamp(min=1), count)
-            as_fed = committed
         committed = until_stop(tokens, committed, offset, loop.eos)
-        as_fed = torch.minimum(as_fed, committed)
-        # The last drafted token was never fed: no slot follows it.
-        self.cached = torch.where(count > 0, torch.minimum(first + as_fed, self.fed), self.cached)
+        # The last committed token is read next time, even where it was fed as a draft: its row predicts the slot behind it.
+        self.cached = torch.where(count > 0, torch.minimum(first + committed - 1, self.fed), self.cached)
         transfer = (at >= 0) & (at < committed[:, None]) & offered
         account_accepts(loop, committed, count > 0)
         return Decision(tokens, transfer, confidence)
@@ -254,8 +251,6 @@ class GuideHook:
             # Row i - 1 predicts slot i, so the last draft of a chunk is not needed.
             stop = torch.where(alive & (upto > done), first + upto - 1, self.fed)
             length = int((stop - self.fed).max())
-            if length < 1:
-                break
             at = self.fed[:, None] + torch.arange(length, device=slots.device)
             valid = at < stop[:, None]
             hidden = self.run.forward(text.gather(1, at.clamp(max=width - 1)), self.fed, valid)
@@ -279,7 +274,7 @@ class GuideHook:
             done += self.rule.verify_batch_size
             if done < longest:
                 passed = self._passes(proposal, law, own)
-                alive = alive & (leading(passed, offered) >= torch.minimum(count, torch.full_like(count, done)))
+                alive = alive & (count > done) & (leading(passed, offered) >= done)
         if law is None:
             law = torch.zeros(*slots.shape, loop.spec.vocab_size, device=slots.device)
         return law, own

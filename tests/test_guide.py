@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dllm import ARGuide, DiffusionLM
+from dllm.hooks import GuideHook
 from dllm.noise import STREAM_ACCEPT, CounterNoise
 from dllm.samplers.guided import Guided
 from dllm.samplers.verify import sample_law
@@ -186,6 +187,39 @@ def test_a_rows_run_in_a_ragged_batch_equals_its_single_run_with_its_counts():
             assert both.row_stats[b].accept_lengths == single.stats.accept_lengths
         assert both.stats.guide_nfe == max(row.guide_nfe for row in both.row_stats)
         assert both.stats.nfe == max(row.nfe for row in both.row_stats)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("on_reject", ["dlm", "ar"])
+@pytest.mark.parametrize("chunk", [1, 3, 32])
+def test_the_law_of_the_first_open_slot_is_that_of_the_text_before_it(rule, on_reject, chunk, monkeypatch):
+    seen, original = [], GuideHook._score
+
+    def score(hook, proposal, first, count, banned):
+        law, own = original(hook, proposal, first, count, banned)
+        text = hook.loop.walk.wide["canvas"][0]
+        at = int(first[0])
+        truth = ar_law(hook.run.model, text[:at].tolist()).softmax(-1)
+        seen.append((truth - law[0, int(at - proposal.slots[0, 0])]).abs().max().item())
+        return law, own
+
+    monkeypatch.setattr(GuideHook, "_score", score)
+    for accept in ("topk", "log_ratio"):
+        run(tiny_lm(rule), prompt(7), guide=guide(accept=accept, on_reject=on_reject, verify_batch_size=chunk))
+    assert len(seen) > 8 and max(seen) < 1e-5
+
+
+@pytest.mark.parametrize("accept", ["topk", "aggressive", "log_ratio"])
+def test_the_size_of_the_guides_chunks_and_the_other_rows_change_no_text(accept):
+    for seed in range(3):
+        lm, ids = tiny_lm("block_causal", seed), [prompt(n, seed) for n in (14, 4, 2)]
+        texts = []
+        for chunk in (1, 3, 32):
+            one = guide(3, accept=accept, verify_batch_size=chunk)
+            out = lm.generate(**padded(ids), max_new_tokens=20, guide=one)
+            texts.append([tokens(out, b) for b in range(3)])
+            assert texts[-1] == [tokens(lm.generate(input_ids=[row], max_new_tokens=20, guide=one)) for row in ids]
+        assert texts[0] == texts[1] == texts[2]
 
 
 def test_the_guide_stops_where_its_greedy_text_stops_and_min_new_tokens_bars_the_stop():
