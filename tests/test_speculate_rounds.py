@@ -83,7 +83,7 @@ def test_a_gpu_says_what_the_cpu_says(kind, temperature):
     outs = []
     for device in ("cpu", "cuda"):
         target = TARGETS[kind](3).to(device)
-        drafter = random_drafter("dfly", target, head_candidates=None).to(device)
+        drafter = random_drafter("dfly", target).to(device)
         options = dict(max_new_tokens=40, temperature=temperature, seed=5, eos_token_id=[3, 7])
         out = speculative_generate(target, drafter, *padded(prompts(3)), **options)
         plain = speculative_generate(target, None, *padded(prompts(3)), **options)

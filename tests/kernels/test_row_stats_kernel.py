@@ -82,7 +82,8 @@ def test_every_statistic_is_the_references(
 def test_one_id_is_certain(device: str) -> None:
     stats = row_stats_triton(torch.full((2, 1, 1), 3.0, device=device), frozenset({"entropy"}))
     assert stats.token.flatten().tolist() == [0, 0]
-    assert stats.confidence.flatten().tolist() == [1, 1]
+    # A GPU divides to the last bit but one.
+    assert stats.confidence.flatten().tolist() == pytest.approx([1, 1], abs=2**-22)
     assert stats.entropy is not None
     assert stats.entropy.abs().max() < 1e-6
 
