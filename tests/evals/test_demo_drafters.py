@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 
 import pytest
-import torch
 from rich.console import Console
 
 from dllm.evals.demo_drafters import DraftedRun, drafted_runs, drafter_table
@@ -42,18 +41,3 @@ def test_ratios_are_against_the_faster_run_without_drafts():
     assert last.split() == ["AR", "+", "x", "4", "4", "2", "2.00", "0.5", "2.00", "1/2"]
     with pytest.raises(ValueError, match="one without drafts"):
         drafter_table([run("AR + x", 0.5, 2)], "a title")
-
-
-def test_the_demo_takes_the_dtype_that_multiplies_faster_here(monkeypatch):
-    from dllm.evals import demo
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for slow, fast in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
-        clock = [0.0]
-
-        def forward(layer, x, clock=clock, slow=slow):
-            clock[0] += 10.0 if x.dtype == layer.weight.dtype == slow else 1.0
-
-        monkeypatch.setattr(demo.Linear, "forward", forward)
-        monkeypatch.setattr(demo.time, "perf_counter", lambda clock=clock: clock[0])
-        assert demo.faster_dtype() is fast
