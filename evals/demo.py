@@ -52,6 +52,8 @@ INFILL_TEMPLATE = (
 GAPS = {"first": 14, "second": 14}
 """Tokens of each gap."""
 
+TAKES = "This takes a few minutes on two CPU cores; the first run also converts SmolLM2, about half a minute."
+
 TIMED_ROWS = (8, 100)
 """Rows of a forward in the first table: of a block behind a cache, and about those of a whole canvas without one."""
 
@@ -88,7 +90,8 @@ def run_demo(out: Path, max_new_tokens: int, console: Console) -> list[Measureme
     """Run every setting on every prompt, print answers, fills and the table, write the replay page; returns the measurements."""
     started = time.perf_counter()
     prompts = demo_prompts()
-    with console.status("loading models (the first run converts SmolLM2 once, about half a minute)"):
+    console.print(TAKES, style="dim", highlight=False)
+    with console.status("loading models"):
         dtype = faster_dtype()
         models = {name: DiffusionLM.from_pretrained(name, dtype=dtype) for name in (BLOCK_CAUSAL, BIDIRECTIONAL)}
         plain, base = load_target("smollm2-135m", dtype=dtype), load_base("smollm2-135m", dtype=dtype)
@@ -98,8 +101,9 @@ def run_demo(out: Path, max_new_tokens: int, console: Console) -> list[Measureme
     replays: list[ReplayRun] = []
     with _bar(console) as bar:
         task = bar.add_task("", total=len(SETTINGS) * len(prompts))
-        for name, model, options in SETTINGS:
+        for i, (name, model, options) in enumerate(SETTINGS, start=1):
             bar.update(task, description=name)
+            _say(console, f"{i}/{len(SETTINGS)} {name}")
             lm = models[model]
             outputs: list[Any] = []
 
@@ -153,7 +157,12 @@ def run_demo(out: Path, max_new_tokens: int, console: Console) -> list[Measureme
         )
     )
     with console.status("the AR model with drafters") as status:
-        run_drafter_demo(console, plain, base.decoder, prompts, max_new_tokens, lambda name: status.update(name))
+
+        def decoding(name: str) -> None:
+            status.update(name)
+            _say(console, name)
+
+        run_drafter_demo(console, plain, base.decoder, prompts, max_new_tokens, decoding)
     page = write_replay(out, replays, "dllm: diffusion language models at work")
     console.print(f"Replay of every step: [bold]{page}[/] (open it in a browser)", soft_wrap=True, highlight=False)
     console.print(f"{time.perf_counter() - started:.0f} s in all", style="dim")
@@ -186,6 +195,12 @@ def _show(console: Console, prompt: str, text: str, stats: Any) -> None:
 
 def _decoder(tokenizer: Any) -> Any:
     return lambda token: tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+
+def _say(console: Console, what: str) -> None:
+    """What is decoded now, where no bar shows it."""
+    if not console.is_terminal:
+        console.print(f"decoding: {what}", style="dim", highlight=False)
 
 
 def _bar(console: Console) -> Progress:

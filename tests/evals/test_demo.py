@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import io
+from types import SimpleNamespace
+
 import pytest
 import torch
+from rich.console import Console
 
 from dllm.evals import demo
+from dllm.evals.judge import LogLikelihood
+from dllm.pipeline import DiffusionLM
+from tests.words import text_lm
 
 BF16, FP32 = torch.bfloat16, torch.float32
+PROMPTS = [
+    "the cat sat on the mat and then the cat sat on the hat and then it sat on the bat and the rat",
+    "a dog",
+    "b",
+]
 
 
 @pytest.fixture
@@ -50,3 +62,39 @@ def test_the_rows_of_a_whole_canvas_count_beside_those_of_a_block(products):
         )
     )
     assert demo.faster_dtype() is FP32
+
+
+@pytest.fixture
+def shown(monkeypatch, tmp_path):
+    """shown(terminal, width): what the demo prints with tiny models."""
+    tiny = {demo.BLOCK_CAUSAL: "block_causal", demo.BIDIRECTIONAL: "bidirectional"}
+    monkeypatch.setattr(DiffusionLM, "from_pretrained", lambda name, **_: text_lm(tiny[name], template=True))
+    monkeypatch.setattr(demo, "load_target", lambda *_, **__: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(demo, "load_base", lambda *_, **__: SimpleNamespace(decoder=None))
+    monkeypatch.setattr(
+        demo, "Judge", lambda _: SimpleNamespace(score=lambda ids, rows: [LogLikelihood(-1.0, 1)] * len(rows))
+    )
+    monkeypatch.setattr(demo, "demo_prompts", lambda: PROMPTS)
+    monkeypatch.setattr(demo, "run_drafter_demo", lambda *arguments: arguments[-1]("AR + a drafter"))
+
+    def run(terminal=False, width=80):
+        text = io.StringIO()
+        demo.run_demo(
+            tmp_path / "demo.html", 4, Console(file=text, width=width, force_terminal=terminal, color_system=None)
+        )
+        return text.getvalue()
+
+    return run
+
+
+def test_the_demo_says_what_it_decodes_where_there_is_no_bar(shown):
+    text = shown()
+    first, *rest = text.splitlines()
+    assert "minutes" in first
+    names = [line.removeprefix("decoding: ") for line in rest if line.startswith("decoding: ")]
+    assert names == [f"{i}/6 {name}" for i, (name, _, _) in enumerate(demo.SETTINGS, start=1)] + ["AR + a drafter"]
+
+
+def test_a_terminal_has_the_bar_and_no_such_lines(shown):
+    text = shown(terminal=True)
+    assert "decoding: " not in text and "minutes" in text.splitlines()[0]
