@@ -7,6 +7,7 @@ forwards, tokens per forward, rows computed, seconds, log-likelihood under SmolL
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -188,8 +189,9 @@ def _infill(console: Console, name: str, lm: DiffusionLM) -> ReplayRun:
 
 def _show(console: Console, prompt: str, text: str, stats: Any) -> None:
     cost = f"{stats.useful_tokens} tokens in {stats.nfe} forwards: {stats.tokens_per_forward:.2f} per forward"
+    title = textwrap.shorten(prompt, max(console.width - 8, 20), placeholder=" …")
     console.print(
-        Panel(Text(text.strip()), title=Text(prompt[:90]), subtitle=cost, title_align="left", subtitle_align="right")
+        Panel(Text(text.strip()), title=Text(title), subtitle=cost, title_align="left", subtitle_align="right")
     )
 
 

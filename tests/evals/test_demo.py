@@ -95,6 +95,13 @@ def test_the_demo_says_what_it_decodes_where_there_is_no_bar(shown):
     assert names == [f"{i}/6 {name}" for i, (name, _, _) in enumerate(demo.SETTINGS, start=1)] + ["AR + a drafter"]
 
 
+def test_a_long_prompt_is_cut_between_words_and_says_so(shown):
+    [title] = [line for line in shown(width=60).splitlines() if line.startswith("╭─ the cat")]
+    shown_words = title.strip("╭─╮ ").removesuffix(" …")
+    assert title.count(" …") == 1 and len(title) == 60
+    assert PROMPTS[0].startswith(shown_words + " ") and len(shown_words) > 40
+
+
 def test_a_terminal_has_the_bar_and_no_such_lines(shown):
     text = shown(terminal=True)
     assert "decoding: " not in text and "minutes" in text.splitlines()[0]
