@@ -218,7 +218,8 @@ def _loader(
 ) -> tuple[Callable[[str], Any], str]:
     """(length setting -> system, the kind of the model); the model is loaded once."""
     from dllm.evals.systems import ARSystem, DiffusionSystem
-    from dllm.target import SHIPPED_TARGETS, load_target
+    from dllm.shipped import SHIPPED_TARGETS
+    from dllm.target import load_target
 
     if kind not in ("auto", "diffusion", "ar"):
         raise ValueError(f"--kind must be auto, diffusion or ar: got {kind!r}")

@@ -23,7 +23,8 @@ from dllm.model.weights import load_state
 from dllm.noise import CounterNoise
 from dllm.output import GenerationOutput, InfillOutput
 from dllm.prompts import encode_prompts, masked_rows
-from dllm.registry import ASSETS, accepted_numbers, resolve_cache, resolve_hook, resolve_sampler, shipped_models
+from dllm.registry import accepted_numbers, resolve_cache, resolve_hook, resolve_sampler
+from dllm.shipped import ASSETS, is_shipped, listing_shipped
 from dllm.streaming import StreamerFeed, StreamEvent, TextDelta, guessed_ids
 from dllm.target import load_tokenizer, target_folder
 from dllm.types import DecodeSpec
@@ -73,19 +74,17 @@ class DiffusionLM:
 
         A folder holds a checkpoint in its original layout (config.json, safetensors) or one of our adapters (adapter_config.json).
         dtype "auto": the checkpoint's own; device "auto": CUDA where there is one; spec_overrides: DecodeSpec fields that a config
-        lacks. Raises ValueError naming what is missing, damaged or of another base.
+        lacks. Raises ValueError naming what is missing, damaged or of another base, and for the shipped name of a drafter or AR model.
         """
         folder = Path(name)
-        if str(name) in shipped_models() and not folder.is_dir():
+        if is_shipped(name, "diffusion"):
             folder = ASSETS / str(name)
         if (folder / CONFIG_NAME).is_file():
             return cls._from_adapter(folder, dtype, device, device_map, revision, spec_overrides)
-        try:
+        with listing_shipped("diffusion"):
             model, spec, config, found = load_checkpoint(
                 name, family, dtype, device, device_map, revision, spec_overrides
             )
-        except FileNotFoundError as error:
-            raise type(error)(f"{error}\nshipped models: {', '.join(shipped_models()) or 'none'}") from error
         return cls(model, spec, load_tokenizer(found), config)
 
     @classmethod
