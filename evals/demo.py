@@ -44,14 +44,11 @@ SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 """(name, model, settings) of the table's rows; vanilla = no cache, one token per forward."""
 
-INFILL_TEMPLATE = (
-    "Once upon a time a small fox lived at the edge of the forest. {{first}} "
-    "Then the rain came and the river rose over its banks. {{second}} "
-    "From that day on the fox and the old badger were friends."
-)
+INFILL_TEMPLATE = "Dear Anna,\n\nThank you for{{first}}. I would be happy to{{second}} next week.\n\nBest regards,\nTom"
+"""No blank stands before a gap: a word's token begins with its blank."""
 
-GAPS = {"first": 14, "second": 14}
-"""Tokens of each gap."""
+GAPS = {"first": 4, "second": 6}
+"""Tokens of each gap; a fill has neither more nor fewer."""
 
 TAKES = "This takes a few minutes on two CPU cores; the first run also converts SmolLM2, about half a minute."
 

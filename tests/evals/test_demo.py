@@ -105,3 +105,10 @@ def test_a_long_prompt_is_cut_between_words_and_says_so(shown):
 def test_a_terminal_has_the_bar_and_no_such_lines(shown):
     text = shown(terminal=True)
     assert "decoding: " not in text and "minutes" in text.splitlines()[0]
+
+
+def test_the_demos_gaps_leave_the_blank_before_a_word_to_the_fill(shown):
+    before = demo.INFILL_TEMPLATE.split("{{")[:-1]
+    assert len(before) == len(demo.GAPS) == 2 and all(f"{{{{{name}}}}}" in demo.INFILL_TEMPLATE for name in demo.GAPS)
+    assert not any(text.endswith((" ", "\n")) for text in before)
+    assert f"{sum(demo.GAPS.values())} tokens in" in shown()
