@@ -105,7 +105,7 @@ def _resolve(
             raise TypeError(f"{kind} must be one of {sorted(table)} or an object with {method}(): got {value!r}")
         return value
     if value not in table:
-        raise ValueError(f"{kind} must be one of {sorted(table)} or an object with {method}(): got {value!r}")
+        raise ValueError(f"{kind} must be one of {sorted(table)}: got {value!r}")
     module, name = table[value].split(":")
     cls = getattr(importlib.import_module(module), name)
     known = {f.name for f in fields(cls)}
