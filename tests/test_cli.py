@@ -79,3 +79,13 @@ def test_bench_notes_that_times_on_a_cpu_mean_nothing(call, monkeypatch, argumen
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(run, "main", lambda _: 0)
     assert ("on a CPU these times mean nothing" in call("bench", *arguments)[1]) == noted
+
+
+@pytest.mark.parametrize("command", ["adapt", "train-drafter"])
+def test_training_says_what_an_option_is_where_it_is_not_given(call, command):
+    text = call(command, "--help")[1]
+    wanted = {
+        "adapt": ["twice the rank", "1; bidirectional: 0.1", "known for the shipped base"],
+        "train-drafter": ["the target's", "the target's hidden size", "known for the shipped target"],
+    }
+    assert all(f"(default: {words})" in text for words in wanted[command])
