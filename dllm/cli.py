@@ -175,7 +175,9 @@ def infill(
     gap: Annotated[
         list[str] | None, typer.Option("--gap", help="name=TOKENS for a mark of the template (default: auto).")
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of the gap, or auto.")] = "auto",
+    length: Annotated[
+        str, typer.Option(help="Tokens of the gap, or auto; the shipped models fill all that auto may take.")
+    ] = "auto",
     max_length: Annotated[int, typer.Option(help="Longest gap that auto may choose.")] = 64,
     model: Model = DEFAULT_MODEL,
     sampler: Sampler = None,
