@@ -202,7 +202,7 @@ class DiffusionLM:
     ) -> Iterator[StreamEvent]:
         """The same as ``generate`` without ``masked``, as events: committed text to append, then one "done" a row.
 
-        provisional: also the open block's guess after each step, in which each replaces the row's last (False by default).
+        provisional (default False): after each step also the open block's guess, which replaces the row's last one.
         Arguments are checked at the call: it raises what ``generate`` raises, and ValueError for a model without a tokenizer and for
         streamer. A row's committed texts add up to what ``generate`` gives in ``texts``.
         """
