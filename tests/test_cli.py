@@ -48,7 +48,7 @@ def test_a_prompt_is_read_from_standard_input(call):
     assert call("generate", "-n", "2", "--no-stats", stdin="the cat")[0] == 0
 
 
-@pytest.mark.parametrize("command", ["generate", "infill", "chat"])
+@pytest.mark.parametrize("command", ["generate", "infill", "chat", "eval"])
 def test_help_lists_every_sampler_and_cache(call, command):
     text = call(command, "--help")[1]
     assert all(name in text for name in [*SAMPLERS, *CACHES])
