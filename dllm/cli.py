@@ -1,7 +1,11 @@
-"""Command line: `dllm generate | infill | chat | demo | adapt | train-drafter | export`. Each command is a thin face of the Python API."""
+"""Command line: `dllm generate | infill | chat | demo | bench | adapt | train-drafter | export` and more.
+
+Each command is a thin face of the Python API.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +18,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dllm import __version__
 from dllm.commands_eval import register as register_eval_commands
+from dllm.registry import CACHES, SAMPLERS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -26,11 +32,12 @@ app = typer.Typer(
 DEFAULT_MODEL = "smollm2-135m-bd8"
 
 Model = Annotated[str, typer.Option("--model", "-m", help="A shipped name, a folder or a hub id.")]
-Sampler = Annotated[str | None, typer.Option(help="threshold or low_confidence (default: the model's own).")]
+Sampler = Annotated[str | None, typer.Option(help=f"One of {', '.join(SAMPLERS)} (default: the model's own).")]
 ThresholdOption = Annotated[
-    float | None, typer.Option(help="Commit every token at least this sure (sampler threshold).")
+    float | None,
+    typer.Option(help="Commit every token at least this sure (sampler threshold); above 1: one token a step."),
 ]
-CacheOption = Annotated[str, typer.Option(help="auto, none, block, dual or free.")]
+CacheOption = Annotated[str, typer.Option(help=f"auto (the model's own), {', '.join(CACHES)}.")]
 BlockLength = Annotated[int | None, typer.Option(help="Tokens per block (default: the model's own).")]
 Steps = Annotated[int | None, typer.Option("--max-denoising-steps", help="Denoise steps per block.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -40,6 +47,21 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 ...")]
 StatsOption = Annotated[bool, typer.Option("--stats/--no-stats", help="Print what it cost, to stderr.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object a row instead of text.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"dllm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @contextmanager
@@ -110,7 +132,7 @@ def generate(
 ) -> None:
     """Answer one or more prompts."""
     with _plain_errors():
-        prompts = prompt or [sys.stdin.read()]
+        prompts = prompt or [_prompt_of_stdin()]
         lm = _load(model, dtype, device)
         output = lm.generate(
             prompts,
@@ -137,6 +159,14 @@ def generate(
         Console(stderr=True).print(Text(_cost(output.stats), style="dim"))
 
 
+def _prompt_of_stdin() -> str:
+    # Python has no stdin where the shell closed it.
+    text = "" if sys.stdin is None else sys.stdin.read()
+    if not text:
+        raise ValueError("prompt must be given, as an argument or on standard input: got none")
+    return text
+
+
 @app.command()
 def infill(
     prefix: Annotated[str, typer.Argument(help="Text before the gap; with --template: text with {{name}} marks.")],
@@ -145,7 +175,9 @@ def infill(
     gap: Annotated[
         list[str] | None, typer.Option("--gap", help="name=TOKENS for a mark of the template (default: auto).")
     ] = None,
-    length: Annotated[str, typer.Option(help="Tokens of the gap, or auto.")] = "auto",
+    length: Annotated[
+        str, typer.Option(help="Tokens of the gap, or auto; the shipped models fill all that auto may take.")
+    ] = "auto",
     max_length: Annotated[int, typer.Option(help="Longest gap that auto may choose.")] = 64,
     model: Model = DEFAULT_MODEL,
     sampler: Sampler = None,
@@ -254,6 +286,9 @@ def show_live(console: Console, events: Any) -> tuple[str, int]:
                 final += event.text
             guess = event.text if event.kind == "provisional" else ""
             live.update(Text(final) + Text(guess, style="dim"))
+    if not console.is_terminal:
+        # There the display does not end its last line.
+        console.print()
     return final, steps
 
 
@@ -310,7 +345,21 @@ def bench(context: typer.Context) -> None:
     from dllm.evals.bench.run import main
 
     with _plain_errors():
+        if _bench_device(context.args) == "cpu":
+            Console(stderr=True).print(
+                "note: on a CPU these times mean nothing; this is a benchmark of GPUs", style="dim"
+            )
         raise typer.Exit(main(context.args))
+
+
+def _bench_device(arguments: list[str]) -> str:
+    """The device that ``dllm bench`` takes, "help" where it only prints its help."""
+    import torch
+
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("-h", "--help", dest="device", action="store_const", const="help")
+    return str(parser.parse_known_args(arguments)[0].device)
 
 
 def _delegate(command: Callable[..., Any], name: str, arguments: list[str]) -> None:

@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dllm.registry import CACHES, SAMPLERS
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
@@ -30,9 +32,13 @@ def evaluate(
         "smollm2-135m-bd8"
     ),
     kind: Annotated[str, typer.Option(help="auto, diffusion or ar: what kind of model it is.")] = "auto",
-    sampler: Annotated[str | None, typer.Option(help="Sampler (default: the model's own).")] = None,
-    threshold: Annotated[float | None, typer.Option(help="Commit every token at least this sure.")] = None,
-    cache: Annotated[str | None, typer.Option(help="auto, none, block, dual, free ...")] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(SAMPLERS)} (default: the model's own).")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(help="Commit every token at least this sure; above 1: one token a step.")
+    ] = None,
+    cache: Annotated[str | None, typer.Option(help=f"auto (the model's own), {', '.join(CACHES)}.")] = None,
     drafter: Annotated[str | None, typer.Option(help="Drafter of an AR model: a folder or a hub id.")] = None,
     guide: Annotated[str | None, typer.Option(help="AR guide: `base` (the model's own) or a model's name.")] = None,
     length: Annotated[
@@ -218,7 +224,8 @@ def _loader(
 ) -> tuple[Callable[[str], Any], str]:
     """(length setting -> system, the kind of the model); the model is loaded once."""
     from dllm.evals.systems import ARSystem, DiffusionSystem
-    from dllm.target import SHIPPED_TARGETS, load_target
+    from dllm.shipped import SHIPPED_TARGETS
+    from dllm.target import load_target
 
     if kind not in ("auto", "diffusion", "ar"):
         raise ValueError(f"--kind must be auto, diffusion or ar: got {kind!r}")

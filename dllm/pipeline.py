@@ -23,7 +23,8 @@ from dllm.model.weights import load_state
 from dllm.noise import CounterNoise
 from dllm.output import GenerationOutput, InfillOutput
 from dllm.prompts import encode_prompts, masked_rows
-from dllm.registry import ASSETS, accepted_numbers, resolve_cache, resolve_hook, resolve_sampler, shipped_models
+from dllm.registry import accepted_numbers, resolve_cache, resolve_hook, resolve_sampler
+from dllm.shipped import ASSETS, is_shipped, listing_shipped
 from dllm.streaming import StreamerFeed, StreamEvent, TextDelta, guessed_ids
 from dllm.target import load_tokenizer, target_folder
 from dllm.types import DecodeSpec
@@ -73,19 +74,17 @@ class DiffusionLM:
 
         A folder holds a checkpoint in its original layout (config.json, safetensors) or one of our adapters (adapter_config.json).
         dtype "auto": the checkpoint's own; device "auto": CUDA where there is one; spec_overrides: DecodeSpec fields that a config
-        lacks. Raises ValueError naming what is missing, damaged or of another base.
+        lacks. Raises ValueError naming what is missing, damaged or of another base, and for the shipped name of a drafter or AR model.
         """
         folder = Path(name)
-        if str(name) in shipped_models() and not folder.is_dir():
+        if is_shipped(name, "diffusion"):
             folder = ASSETS / str(name)
         if (folder / CONFIG_NAME).is_file():
             return cls._from_adapter(folder, dtype, device, device_map, revision, spec_overrides)
-        try:
+        with listing_shipped("diffusion"):
             model, spec, config, found = load_checkpoint(
                 name, family, dtype, device, device_map, revision, spec_overrides
             )
-        except FileNotFoundError as error:
-            raise type(error)(f"{error}\nshipped models: {', '.join(shipped_models()) or 'none'}") from error
         return cls(model, spec, load_tokenizer(found), config)
 
     @classmethod
@@ -135,14 +134,25 @@ class DiffusionLM:
         generation_config: Any = None,
         **kwargs: Any,
     ) -> GenerationOutput:
-        """Answer a prompt (str, list of str, chat messages, or ids with a mask).
+        """Answer a prompt: exactly one of prompt (str or list of str), messages and input_ids.
+
+        messages: a conversation (a list of dicts with role and content), or a list of them. input_ids [B, P] or [P], integers of any
+        dtype, with attention_mask of the same shape, 1 = token and 0 = padding on any side (None: all are tokens). use_chat_template,
+        of a prompt: "auto" makes it a user's turn where the tokenizer has a template, True demands one, False gives the raw text.
 
         masked [B, P] bool beside input_ids: slots of the prompt to fill as well (bidirectional models); the tokens around them are
         pinned. The row's text then begins at its first masked slot.
 
         kwargs: fields of ``GenerationConfig`` (max_new_tokens=256, block_length, max_denoising_steps, sampler, cache="auto",
         temperature=0.0, seed, stop_strings, ...), their aliases, and the numbers of the chosen sampler and cache (threshold=0.9,
-        freeze_delay, ...). An unknown name raises TypeError with the accepted ones.
+        freeze_delay, ...), guide=ARGuide(...) and verifier=FreeDave(...) among the fields. generation_config: a ``GenerationConfig``,
+        transformers' one or a mapping; kwargs go before it.
+
+        Gives a ``GenerationOutput`` of new tokens only, num_return_sequences rows a prompt, in the prompts' order.
+
+        Raises TypeError for an unknown name (with the accepted ones) and a value of another type; ValueError for an empty prompt, an id
+        outside the vocabulary, text without a tokenizer, a prompt that with max_new_tokens exceeds the model's positions, a number out of
+        range, an unknown sampler or cache, and a cache, guide or verifier that does not fit the model.
         """
         config = self._config(generation_config, kwargs)
         prompts = self._prompts(prompt, messages, input_ids, attention_mask, use_chat_template, config)
@@ -190,9 +200,11 @@ class DiffusionLM:
         generation_config: Any = None,
         **kwargs: Any,
     ) -> Iterator[StreamEvent]:
-        """The same as ``generate``, as events: committed text to append and, if asked for, the open block's current guess.
+        """The same as ``generate`` without ``masked``, as events: committed text to append, then one "done" a row.
 
-        Arguments are checked at the call. A row's committed texts add up to what ``generate`` gives in ``texts``.
+        provisional (default False): after each step also the open block's guess, which replaces the row's last one.
+        Arguments are checked at the call: it raises what ``generate`` raises, and ValueError for a model without a tokenizer and for
+        streamer. A row's committed texts add up to what ``generate`` gives in ``texts``.
         """
         if self.tokenizer is None:
             raise ValueError("stream needs a tokenizer and this model has none: use generate with callback_on_step_end")
@@ -240,10 +252,18 @@ class DiffusionLM:
     ) -> InfillOutput:
         """Fill the gap between prefix and suffix, or the gaps of a template.
 
-        Raw text unless ``messages`` is given (a conversation whose answer begins with prefix and ends with suffix). length: tokens of
-        the gap, an int (or one a row), or "auto": see ``dllm.infill`` (length_method="score" | "window" | "grow" chooses how, and
-        start_length the first length of a gap that grows). template: text with ``{{name}}`` marks; gaps: a length or
-        "auto" for each name. kwargs: as for ``generate``, without lengths and stops.
+        Raw text unless ``messages`` is given (a conversation whose answer begins with prefix and ends with suffix). prefix may be a
+        list, one a row, and suffix, length and messages with it. template: one text with ``{{name}}`` marks; gaps: a length for each
+        name ("auto" where none is given). A blank before a gap stays there, so leave it to the fill, whose tokens bring their own.
+
+        length: tokens of the gap, an int >= 0, which the fill has exactly; or "auto", at most max_length tokens, found by
+        length_method: "grow" (where the model can expand and delete slots), else "window" (where it has a filler token, as the shipped
+        models, which nearly always fill the whole window: give them lengths), else "score"; see ``dllm.infill``. start_length: masks that
+        a growing gap begins with. Only "window" searches several gaps of one row.
+
+        kwargs: as for ``generate``; max_new_tokens, min_new_tokens, num_return_sequences, eos_token_id, stop_strings and streamer are
+        refused with TypeError, as are unknown names. Raises ValueError without a tokenizer, for texts that do not fit together or into the
+        model's positions, for a length below 0, and for a length_method that the model or the number of gaps does not allow.
         """
         return run_infill(self, prefix, suffix, length, max_length, messages, template, gaps, kwargs)
 

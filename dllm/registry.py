@@ -1,4 +1,4 @@
-"""Names of samplers, caches and shipped models, resolved once at the public face; numbers that nobody takes raise."""
+"""Names of samplers, caches and verifiers, resolved once at the public face; numbers that nobody takes raise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 SAMPLERS: dict[str, str] = {
@@ -50,12 +49,6 @@ VERIFIERS: dict[str, str] = {
     "free_dave": "dllm.samplers.free_dave:FreeDave",
     "s2d2": "dllm.samplers.s2d2:S2D2",
 }
-ASSETS = Path(__file__).parent / "assets"
-
-
-def shipped_models() -> list[str]:
-    """Names that ``DiffusionLM.from_pretrained`` finds in the package."""
-    return sorted(p.name for p in ASSETS.iterdir() if (p / "adapter_config.json").is_file()) if ASSETS.is_dir() else []
 
 
 def resolve_sampler(value: Any, options: dict[str, Any], defaults: Mapping[str, Any]) -> Any:
@@ -112,7 +105,7 @@ def _resolve(
             raise TypeError(f"{kind} must be one of {sorted(table)} or an object with {method}(): got {value!r}")
         return value
     if value not in table:
-        raise ValueError(f"{kind} must be one of {sorted(table)} or an object with {method}(): got {value!r}")
+        raise ValueError(f"{kind} must be one of {sorted(table)}: got {value!r}")
     module, name = table[value].split(":")
     cls = getattr(importlib.import_module(module), name)
     known = {f.name for f in fields(cls)}

@@ -10,17 +10,20 @@ import torch
 from dllm.families.loading import find_folder
 from dllm.families.placement import resolve_device, resolve_dtype
 from dllm.model.packed import pack_linears
-
-SHIPPED_TARGETS = ("smollm2-135m",)
+from dllm.shipped import is_shipped, listing_shipped
 
 
 def target_folder(name: str | Path, revision: str | None = None) -> Path:
-    """Folder of an AR checkpoint: a shipped name, a folder or a hub id."""
-    if str(name) in SHIPPED_TARGETS and not Path(name).is_dir():
+    """Folder of an AR checkpoint: a shipped name, a folder or a hub id.
+
+    Raises FileNotFoundError, naming what ships, if there is nothing at name; ValueError for the shipped name of another kind of model.
+    """
+    if is_shipped(name, "ar"):
         from dllm.model.weights import smollm2_folder
 
         return smollm2_folder()
-    return find_folder(name, revision)
+    with listing_shipped("ar"):
+        return find_folder(name, revision)
 
 
 def load_target(
@@ -34,6 +37,7 @@ def load_target(
     On a CPU its linear layers read packed weights (``dllm/model/packed.py``): a verification of a few rows costs little more than a step.
 
     name: "smollm2-135m", a folder or a hub id. dtype "auto": the checkpoint's own. device "auto": CUDA where there is one.
+    Raises what ``target_folder`` raises.
     """
     from transformers import AutoModelForCausalLM
 

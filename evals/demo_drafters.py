@@ -121,27 +121,37 @@ def drafted_runs(
     return runs
 
 
-def drafter_table(runs: Sequence[DraftedRun], title: str) -> Table:
-    """One row a run; ratios against the faster run without drafts; "same text" against our loop alone."""
+def drafter_table(runs: Sequence[DraftedRun], title: str, num_drafts: int | None = None) -> Table:
+    """One row a run; ratios against the faster run without drafts; "same text" against our loop alone.
+
+    num_drafts: most drafts of a round, where that is less than the drafters were trained for.
+    """
     alone = [run for run in runs if not run.draft_nfe]
     if not alone:
         raise ValueError("runs must hold one without drafts: got none")
     fastest = max(alone, key=lambda run: run.tokens_per_second)
     reference = alone[-1]
+    caption = (
+        f"ratio: tokens per second against {fastest.name}; accepted: tokens a round, the target's own included (the prompt's forward "
+        f"gives the first token and is no round); same text: as {reference.name}; in float32 all are, in bfloat16 near-ties may round "
+        f"differently over more rows, and texts then part"
+    )
+    if num_drafts is not None:
+        caption += f"; at most {num_drafts} drafts a round on a CPU, seven on a GPU: accepted lengths differ from the model cards'"
     table = Table(
         title=title,
-        caption=f"ratio: tokens per second against {fastest.name}; accepted: tokens a round, the target's own included",
+        caption=caption,
         box=box.SIMPLE_HEAD,
         show_edge=False,
-        padding=(0, 1, 0, 0),
+        padding=0,
     )
     table.add_column("setting", min_width=16)
     for heading in (
         "useful\ntokens",
-        "for-\nwards",
+        "forwards",
         "draft\nforwards",
-        "accep-\nted",
-        "sec-\nonds",
+        "accepted",
+        "seconds",
         "ratio",
         "same\ntext",
     ):
@@ -178,5 +188,5 @@ def run_drafter_demo(
     runs = drafted_runs(plain, target, drafters, ids, max_new_tokens, on_run, num_drafts)
     title = f"The AR model with diffusion drafters ({len(ids)} prompts, batch 1, {str(plain.dtype).split('.')[-1]})"
     console.print()
-    console.print(drafter_table(runs, title))
+    console.print(drafter_table(runs, title, num_drafts))
     return runs

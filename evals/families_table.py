@@ -19,7 +19,7 @@ from dllm.cache.block import BlockCache
 from dllm.evals.parity import GROUPS
 from dllm.families import families
 from dllm.model.adapter import CONFIG_NAME
-from dllm.registry import ASSETS, shipped_models
+from dllm.shipped import ASSETS, shipped_names
 from dllm.types import DecodeSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +170,7 @@ def page(golden: Path = GOLDEN) -> str:
             missing.append(name)
     if missing:
         raise ValueError(f"PUBLISHED must name the checkpoints of every family: {missing} are missing")
-    for name in shipped_models():
+    for name in shipped_names("diffusion"):
         values = json.loads((ASSETS / name / CONFIG_NAME).read_text(encoding="utf-8"))
         spec = DecodeSpec(**{**values["spec"], "eos_token_ids": tuple(values["spec"]["eos_token_ids"])})
         lines.append(row("(shipped)", f"`{name}`", spec))

@@ -31,7 +31,8 @@ from dllm.evals.task import Sample
 from dllm.likelihood import chain_log_likelihood, masked_log_likelihood
 from dllm.pipeline import DiffusionLM
 from dllm.prompts import encode_text
-from dllm.target import SHIPPED_TARGETS, load_target
+from dllm.shipped import SHIPPED_TARGETS
+from dllm.target import load_target
 
 METHODS = ("chain", "block", "mc")
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

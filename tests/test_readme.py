@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dllm.registry import ASSETS
+from dllm.shipped import ASSETS
 
 ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)

@@ -85,7 +85,16 @@ class Drafter(nn.Module, ABC):
         revision: str | None = None,
         head_candidates: int | Literal["auto"] | None = "auto",
     ) -> Drafter:
-        """A drafter of any supported kind and layout, bound to its target; see ``dllm.drafters.loading.load_drafter``."""
+        """A drafter of any supported kind and layout, bound to its target; eval mode, no gradients.
+
+        path: a shipped name, a folder or a hub id. target: the AR model it drafts for, a Hugging Face causal LM (as
+        ``load_target`` gives) or a ``Decoder``; it is held, not copied. strict: False turns into warnings what may be
+        wrong, but can run. dtype, device "auto": the target's. head_candidates: of a DFly head, see ``DFly``.
+
+        Raises FileNotFoundError if there is nothing at path; TypeError for a target that is neither; ValueError for a
+        drafter that does not fit the target, a damaged folder, the shipped name of another kind of model, and a drafter
+        that is no ``cls``.
+        """
         from dllm.drafters.loading import load_drafter
 
         drafter = load_drafter(path, target, strict, dtype, device, revision, head_candidates)
@@ -110,8 +119,12 @@ class Drafter(nn.Module, ABC):
         return check_drafter(self, prompt_ids, tokenizer, num_tokens)
 
     def as_custom_generate(self, **settings: Any) -> CustomGenerate:
-        """A callable for ``model.generate(**inputs, custom_generate=...)``; see
-        ``dllm.bridge.huggingface.CustomGenerate`` for the settings.
+        """A callable for ``model.generate(**inputs, custom_generate=...)``, where model is this drafter's target.
+
+        settings: num_drafts or block_length, verifier, draft_temperature, cost_table, seed, stop_strings, tokenizer;
+        see ``dllm.bridge.huggingface.CustomGenerate``, whose ``stats`` hold what the last call cost. Raises TypeError
+        for another name; ``generate`` then raises ValueError for another model, and for an argument that cannot be
+        honoured with a drafter (num_beams, ...).
         """
         from dllm.bridge.huggingface import CustomGenerate
 

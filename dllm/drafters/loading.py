@@ -28,11 +28,11 @@ from dllm.families.loading import find_folder
 from dllm.families.placement import resolve_device, resolve_dtype
 from dllm.families.tensor_names import llama_sources
 from dllm.model.weights import load_state
+from dllm.shipped import ASSETS, is_shipped, listing_shipped
 
 logger = logging.getLogger(__name__)
 
 CLASS_OF_KIND: dict[str, type[Drafter]] = {"dflash": DFlash, "dflash2": DFlash2, "dfly": DFly}
-ASSETS = Path(__file__).parent.parent / "assets"
 _PREFIXES = ("module.draft_model.", "draft_model.", "module.", "model.")
 _RENAMED = {
     "context_proj.weight": "fc.weight",
@@ -60,8 +60,9 @@ def load_drafter(
     Hugging Face causal LM or a ``Decoder``. strict: False turns what may be wrong, but can run, into warnings. dtype,
     device "auto": the target's. head_candidates: of a DFly head, see ``DFly``.
 
-    Raises FileNotFoundError if there is nothing at path; ValueError, naming the key, tensor or file, for a config that
-    is inconsistent or does not fit the target, and for a missing, unknown or misshapen tensor.
+    Raises FileNotFoundError, naming what ships, if there is nothing at path; ValueError, naming the key, tensor or file,
+    for a config that is inconsistent or does not fit the target, for a missing, unknown or misshapen tensor, and for
+    the shipped name of another kind of model.
     """
     folder = drafter_folder(path, revision)
     with (folder / "config.json").open(encoding="utf-8") as file:
@@ -96,10 +97,10 @@ def load_drafter(
 
 def drafter_folder(path: str | Path, revision: str | None = None) -> Path:
     """The local folder of a drafter: a shipped name, a folder, or a hub id (downloaded)."""
-    shipped = ASSETS / str(path)
-    if not Path(path).is_dir() and (shipped / "config.json").is_file():
-        return shipped
-    folder = find_folder(path, revision)
+    if is_shipped(path, "drafter"):
+        return ASSETS / str(path)
+    with listing_shipped("drafter"):
+        folder = find_folder(path, revision)
     if not Path(path).is_dir() and not list(folder.glob("*.safetensors")):
         from huggingface_hub import snapshot_download
 

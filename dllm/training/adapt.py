@@ -135,14 +135,20 @@ def command(
     answers: Annotated[list[Path] | None, typer.Option(help="Answers of the base (see dllm.training.answers).")] = None,
     greedy_share: Annotated[float, typer.Option(help="Share of documents drawn from --answers.")] = 0.5,
     rank: Annotated[int, typer.Option(help="LoRA rank.")] = 24,
-    alpha: Annotated[float | None, typer.Option(help="LoRA alpha; twice the rank if not given.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="LoRA alpha (default: twice the rank).")] = None,
     merged_updates: Annotated[
         bool, typer.Option(help="Add LoRA's updates to the weights, not to the outputs.")
     ] = False,
     block_length: Annotated[int, typer.Option(help="Tokens of a block.")] = 8,
-    mask_token_id: Annotated[int | None, typer.Option(help="Existing token that stands for the mask.")] = None,
-    filler_token_id: Annotated[int | None, typer.Option(help="Existing token that closes a gap.")] = None,
-    start_token_id: Annotated[int | None, typer.Option(help="Token before a text without a prefix.")] = None,
+    mask_token_id: Annotated[
+        int | None, typer.Option(help="Existing token that stands for the mask (default: known for the shipped base).")
+    ] = None,
+    filler_token_id: Annotated[
+        int | None, typer.Option(help="Existing token that closes a gap (default: known for the shipped base).")
+    ] = None,
+    start_token_id: Annotated[
+        int | None, typer.Option(help="Token before a text without a prefix (default: known for the shipped base).")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps (or --minutes).")] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training (or --steps).")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 16,
@@ -155,15 +161,15 @@ def command(
     tail_share: Annotated[float, typer.Option(help="Blocks masked from a random slot on.")] = 0.0,
     slot_decay: Annotated[float, typer.Option(help="Loss weight per mask before a slot in its block.")] = 1.0,
     certainty_weight: Annotated[float, typer.Option(help="Weight of the entropy of right slots.")] = 0.0,
-    boundary_weight: Annotated[float | None, typer.Option(help="Weight of the first token after a gap.")] = None,
+    boundary_weight: Annotated[
+        float | None, typer.Option(help="Weight of the first token after a gap (default: 1; bidirectional: 0.1).")
+    ] = None,
     held_out: Annotated[int, typer.Option(help="Documents at the end of the first file kept for measuring.")] = 500,
     workers: Annotated[int, typer.Option(help="Processes that build batches.")] = 4,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     attention_kernel: Annotated[str, typer.Option(help="auto, sdpa or flex.")] = "auto",
-    compiled: Annotated[
-        bool | None, typer.Option(help="torch.compile of a layer; on CUDA unless told otherwise.")
-    ] = None,
+    compiled: Annotated[bool | None, typer.Option(help="torch.compile of a layer (default: on CUDA).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Adapter folder to go on from.")] = None,
     seed: Annotated[int, typer.Option(help="Of initialisation, masks and order.")] = 0,
 ) -> None:

@@ -118,12 +118,23 @@ def command(
     answers: Annotated[list[Path] | None, typer.Option(help="Greedy answers of the target.")] = None,
     answer_share: Annotated[float, typer.Option(help="Share of documents drawn from --answers.")] = 0.6,
     num_layers: Annotated[int, typer.Option(help="Layers of the drafter.")] = 2,
-    intermediate_size: Annotated[int | None, typer.Option(help="Width of its feed-forward; the target's.")] = None,
-    correction_width: Annotated[int | None, typer.Option(help="Width of DFly's correction; the hidden size.")] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(help="Width of the drafter's feed-forward (default: the target's).")
+    ] = None,
+    correction_width: Annotated[
+        int | None, typer.Option(help="Width of DFly's correction head (default: the target's hidden size).")
+    ] = None,
     num_taps: Annotated[int, typer.Option(help="Tapped layers of the target, spread by the published rule.")] = 5,
-    target_layer_ids: Annotated[list[int] | None, typer.Option(help="0-based layers to tap instead.")] = None,
-    block_length: Annotated[int, typer.Option(help="Anchor and drafts.")] = 8,
-    mask_token_id: Annotated[int | None, typer.Option(help="Existing token that stands for the mask.")] = None,
+    target_layer_ids: Annotated[
+        list[int] | None, typer.Option(help="0-based layers to tap instead (default: by that rule).")
+    ] = None,
+    block_length: Annotated[
+        int, typer.Option(help="Tokens of a block: the anchor (the last accepted token) and the drafts behind it.")
+    ] = 8,
+    mask_token_id: Annotated[
+        int | None,
+        typer.Option(help="Existing token that stands for the mask (default: known for the shipped target)."),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps (or --minutes).")] = None,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training (or --steps).")] = None,
     batch: Annotated[int, typer.Option(help="Sequences a step.")] = 16,
@@ -131,8 +142,12 @@ def command(
     anchors: Annotated[int, typer.Option(help="Blocks of a sequence.")] = 128,
     loss: Annotated[str, typer.Option(help="ce, kl, tv, lk or length.")] = "lk",
     label: Annotated[str, typer.Option(help="text, target (its greedy token) or law.")] = "target",
-    weights: Annotated[str, typer.Option(help="Of the slots: uniform, exponential or dpace.")] = "dpace",
-    label_temperature: Annotated[float, typer.Option(help="Below 1 sharpens the law.")] = 1.0,
+    weights: Annotated[
+        str, typer.Option(help="How slots are weighed in the loss: uniform, exponential or dpace.")
+    ] = "dpace",
+    label_temperature: Annotated[
+        float, typer.Option(help="Temperature of the target's law (label law): below 1 sharpens it.")
+    ] = 1.0,
     greedy_path: Annotated[bool, typer.Option(help="Leave out slots behind a token that is not greedy.")] = True,
     optimiser: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
     learning_rate: Annotated[float, typer.Option(help="Peak rate.")] = 2e-3,
@@ -147,9 +162,7 @@ def command(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, cpu or auto.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     attention_kernel: Annotated[str, typer.Option(help="auto, sdpa or flex.")] = "auto",
-    compiled: Annotated[
-        bool | None, typer.Option(help="torch.compile of layers and head; on CUDA unless told otherwise.")
-    ] = None,
+    compiled: Annotated[bool | None, typer.Option(help="torch.compile of layers and head (default: on CUDA).")] = None,
     resume: Annotated[Path | None, typer.Option(help="Folder to go on from (weights only).")] = None,
     seed: Annotated[int, typer.Option(help="Of initialisation, anchors and order.")] = 0,
 ) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 
 import pytest
-import torch
 from rich.console import Console
 
-from dllm.evals.demo_drafters import DraftedRun, drafted_runs, drafter_table
+from dllm.evals.demo_drafters import CPU_DRAFTS, DraftedRun, drafted_runs, drafter_table
 from tests.speculative import hf_target, random_drafter
 
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -40,20 +39,17 @@ def test_ratios_are_against_the_faster_run_without_drafts():
     Console(file=text, width=100).print(table)
     last = next(line for line in text.getvalue().splitlines() if line.startswith("AR + x"))
     assert last.split() == ["AR", "+", "x", "4", "4", "2", "2.00", "0.5", "2.00", "1/2"]
+    above = " ".join(text.getvalue()[: text.getvalue().index("─")].split())
+    assert above.endswith("useful draft same setting tokens forwards forwards accepted seconds ratio text")
     with pytest.raises(ValueError, match="one without drafts"):
         drafter_table([run("AR + x", 0.5, 2)], "a title")
 
 
-def test_the_demo_takes_the_dtype_that_multiplies_faster_here(monkeypatch):
-    from dllm.evals import demo
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for slow, fast in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
-        clock = [0.0]
-
-        def forward(layer, x, clock=clock, slow=slow):
-            clock[0] += 10.0 if x.dtype == layer.weight.dtype == slow else 1.0
-
-        monkeypatch.setattr(demo.Linear, "forward", forward)
-        monkeypatch.setattr(demo.time, "perf_counter", lambda clock=clock: clock[0])
-        assert demo.faster_dtype() is fast
+def test_the_caption_says_how_drafts_are_counted_and_when_texts_may_part():
+    runs = [DraftedRun("AR", ((1, 2),), 2, 0, 1.0, ()), DraftedRun("AR + x", ((1, 2),), 1, 1, 1.0, (1,))]
+    limited, free = (str(drafter_table(runs, "a title", num_drafts).caption) for num_drafts in (CPU_DRAFTS, None))
+    for caption in (limited, free):
+        assert "the target's own included (the prompt's forward gives the first token and is no round)" in caption
+        assert "in float32 all are, in bfloat16 near-ties may round differently" in caption
+    assert "at most 4 drafts a round on a CPU, seven on a GPU" in limited
+    assert "drafts a round" not in free

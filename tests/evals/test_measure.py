@@ -299,6 +299,11 @@ def test_the_table_shows_totals_rates_and_the_ratio_to_the_baseline(judge, width
     assert rows["threshold [0.9]"] == ["32", "10", "3.20", "50", "4.0", "4.00", likelihood, "25"]
     assert ("4.00..4.00" in text) == intervals
     assert "…" not in text
+    # The rule under the headings; a word of them is never broken.
+    above = " ".join(text[: text.index("─")].split())
+    assert above == "useful tokens/ loops setting tokens forwards forward positions seconds ratio log-lik. %"
+    for word in ("forwards:", "positions:", "ratio:", "log-lik.:", "judge", "loops:"):
+        assert word in text
     slower = table_rows(printed(render_table([slow, fast], "threshold [0.9]", intervals=False), width), ["vanilla"])
     assert slower["vanilla"][5] == "0.25"
 
