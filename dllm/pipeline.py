@@ -221,7 +221,7 @@ class DiffusionLM:
                     yield StreamEvent(row, "provisional", guess, step)
         output = self._output(loop.result(), [len(p) for p in prompts])
         for row, delta in enumerate(deltas):
-            rest = output.texts[row][len(delta.sent) :]
+            rest = delta.rest(output.texts[row])
             if rest:
                 yield StreamEvent(row, "committed", rest, step)
             yield StreamEvent(row, "done", "", step, output.finish_reasons[row])
