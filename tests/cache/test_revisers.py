@@ -55,3 +55,12 @@ def test_delayed_caching_that_refreshes_every_step_equals_no_cache(rule):
             for cache in (NoCache(), DelayedCache(1))
         ]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("cache", ["dkv", "sub_block"])
+def test_shadow_rows_need_all_rows_of_the_open_block(cache):
+    lm = tiny_lm("block_causal", logits_shift=0)
+    with pytest.raises(ValueError, match="cache must compute all rows of the open block .* use 'none', 'block'"):
+        lm.generate(
+            input_ids=[prompt(9)], max_new_tokens=32, block_length=16, sampler="wino", threshold=0.05, cache=cache
+        )
