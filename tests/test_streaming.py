@@ -178,11 +178,13 @@ def test_guesses_do_not_change_what_is_committed(stops):
     assert any(e.kind == "provisional" for e in guessed)
 
 
-def test_a_stream_needs_a_tokenizer_and_takes_no_streamer():
+def test_a_stream_needs_a_tokenizer_and_takes_no_streamer_and_no_resize():
     with pytest.raises(ValueError, match="stream needs a tokenizer"):
         tiny_lm().stream(input_ids=[[5]])
     with pytest.raises(ValueError, match="streamer goes with generate"):
         text_lm().stream("a", max_new_tokens=4, streamer=Puts())
+    with pytest.raises(ValueError, match="resize needs masked, .* goes with generate"):
+        text_lm().stream("a", max_new_tokens=4, resize=Resize(12))
 
 
 def test_nothing_to_write_is_only_done():
