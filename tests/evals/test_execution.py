@@ -61,6 +61,33 @@ def test_a_right_program_passes_and_a_wrong_one_says_why_not():
     assert (broken.passed, broken.reason) == (False, "error") and broken.detail.startswith("IndentationError")
 
 
+TEE = """import sys
+class Tee:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("import sys\nprint('a')\nsys.stdout = None", "a\n"),
+        ("import sys\nprint('a')\ndel sys.stdout", "a\n"),
+        (f"{TEE}sys.stdout = Tee(sys.stdout)\nprint('a')", "a\n"),
+        (f"{TEE}Tee.flush = lambda self: 1 / 0\nsys.stdout = Tee(sys.stdout)\nprint('a')", "a\n"),
+        (f"{TEE}Tee.flush = lambda self: sys.exit(1)\nsys.stdout = Tee(sys.stdout)\nprint('a')", "a\n"),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')\nprint('a')", "a\n"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nprint('a')", ""),
+    ],
+)
+def test_a_right_program_may_put_anything_in_place_of_its_standard_output(program, output):
+    result = run(f"{program}\ndef f(x):\n    return x + 1", "assert f(1) == 2")
+    assert (result.passed, result.output) == (True, output), result
+    assert run(f"{program}\ndef f(x):\n    return x", "assert f(1) == 2").reason == "failed"
+
+
 @pytest.mark.parametrize(
     "program",
     [
