@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -306,8 +308,14 @@ def test_it_cannot_signal_anybody_outside():
 
 
 def test_limits_are_checked_and_failing_machinery_is_no_failing_sample(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="timeout_s must be > 0: got 0"):
-        execute("", "", timeout_s=0)
+    wrong: list[dict[str, Any]] = [{"timeout_s": 0}, {"timeout_s": math.inf}, {"cpu_s": math.inf}, {"cpu_s": math.nan}]
+    for limit in wrong:
+        [(name, value)] = limit.items()
+        with pytest.raises(ValueError, match=f"{name} must be > 0 and <= 1000000: got {value}"):
+            execute("", "", **limit)
+    with pytest.raises(ValueError, match="memory_bytes must be > 0 and <= "):
+        execute("", "", memory_bytes=1 << 63)
+    assert execute("", "", timeout_s=1_000_000, cpu_s=1_000_000, disk_bytes=1 << 62, max_output_bytes=1 << 62).passed
     monkeypatch.setattr("dllm.evals.execution.CHILD", tmp_path / "nothing.py")
     with pytest.raises(ExecutionError, match="ended with code"):
         run("", "")
