@@ -302,6 +302,8 @@ def _named(name: str, items: list[str] | None) -> dict[str, Any]:
         key, separator, value = item.partition("=")
         if not key or not separator:
             raise ValueError(f"--{name} must be NAME=VALUE: got {item!r}")
+        if key in found:
+            raise ValueError(f"--{name} must give each name once: got {key!r} twice")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:

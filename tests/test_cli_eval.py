@@ -108,6 +108,7 @@ def test_the_ranks_of_a_launcher_share_the_samples(call, tmp_path, monkeypatch):
         (("echo", "--files", "x"), "--files goes with the one task `infill`"),
         (("echo", "mtbench", "--data", "x"), "--data goes with one task: got 2"),
         (("echo", "--option", "threshold"), "--option must be NAME=VALUE: got 'threshold'"),
+        (("echo", "--option", "a=2", "--option", "a=3"), "--option must give each name once: got 'a' twice"),
         (("echo", "--option", "treshold=0.9"), "unknown argument 'treshold'"),
         (("echo_infill", "--length", ""), "--length '': length must be 'oracle', 'auto' or 'fixed:N' with N >= 1: got ''"),
         (("echo_infill", "--length", "oracle,,"), "--length 'oracle,,': length must be"),
