@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 
 from dllm.cache.dual import check_interval
@@ -17,7 +18,7 @@ class DelayedCache:
     No frozen row was ever computed from a mask. refresh_interval: all rows every n forwards (8 published for LLaDA, 4 or 16 for
     Dream; None: never); the first two forwards are full; 1 equals no cache. Approximates any model (stale rows: decoded two steps ago or
     more, until the next refresh). Rows: the masks, and the tokens decoded in the step before. In a shifted model the row before a mask,
-    which predicts it, is recomputed too.
+    which predicts it, is recomputed too. An open block without masks is recomputed whole: a reviser has yet to settle it.
     """
 
     refresh_interval: int | None = 8
@@ -32,7 +33,11 @@ class DelayedCache:
 
     def plan(self, state: DenoiseState) -> Plan:
         """Rows that are not frozen; those that hold a token are written."""
-        compute = ~state.stored
+        compute = ~state.stored | state.masked
+        columns = torch.arange(state.valid.shape[1], device=state.lo.device)
+        filled = ~(state.masked & (columns >= state.lo[:, None]) & (columns < state.hi[:, None])).any(-1)
+        judged = (columns >= (state.lo - state.shift)[:, None]) & (columns < state.hi[:, None])
+        compute = compute | (judged & filled[:, None])
         if state.shift:
             compute = compute | F.pad(state.masked[:, 1:], (0, 1))
         whole = state.forwards < 2

@@ -15,8 +15,9 @@ class SubBlockCache:
     """Finished blocks as ``BlockCache`` (exact); inside the open block only the current sub-block, once its first token is known.
 
     sub_block_length: tokens, counted from the block's start; take the sampler's. A pass over the whole block stores its rows, as often
-    as the current sub-block (the one of the first mask) still opens with a mask; otherwise only that sub-block is run and its rows are
-    replaced. Approximates: rows of the block outside the current sub-block are stale. A sub-block as long as the block is exact.
+    as the current sub-block (the one of the first mask) still opens with a mask, and in each step of a block without masks, which a
+    reviser has yet to settle; otherwise only that sub-block is run and its rows are replaced. Approximates: rows of the block outside
+    the current sub-block are stale. A sub-block as long as the block is exact.
     """
 
     sub_block_length: int = 8
@@ -46,10 +47,12 @@ class SubBlockCache:
         width = state.valid.shape[1]
         columns = torch.arange(width, device=state.lo.device)
         inside = (columns >= state.row_lo[:, None]) & (columns < state.hi[:, None])
-        first = torch.where(inside & state.masked, columns, width).amin(-1)
+        masks = inside & state.masked
+        first = torch.where(masks, columns, width).amin(-1)
+        # A block without masks has no current sub-block.
+        first = torch.where(masks.any(-1), first, state.row_lo)
         begin = state.row_lo + (first - state.row_lo).clamp(min=0) // self.sub_block_length * self.sub_block_length
-        begin = torch.minimum(begin, state.hi - 1)
-        opened = ~state.masked.gather(1, begin[:, None])[:, 0] & (state.stored | ~inside).all(-1)
+        opened = masks.any(-1) & ~state.masked.gather(1, begin[:, None])[:, 0] & (state.stored | ~inside).all(-1)
         small = opened & (state.step > 0) & state.active
         current = (plan.rows >= begin[:, None]) & (plan.rows < (begin + self.sub_block_length)[:, None])
         valid = plan.valid & (current | ~small[:, None])

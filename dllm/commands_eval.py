@@ -85,6 +85,7 @@ def evaluate(
     with _plain_errors():
         from dllm.evals.grouping import repeated
         from dllm.evals.runner import versions
+        from dllm.evals.systems import fill_length
         from dllm.evals.tasks.registry import get_task
 
         versions(commit)  # a commit that is not this one's should be said before a model is loaded
@@ -97,6 +98,12 @@ def evaluate(
             raise ValueError("--files goes with the one task `infill` and without --data")
         if data is not None and len(names) > 1:
             raise ValueError(f"--data goes with one task: got {len(names)}")
+        lengths = length.split(",")
+        for item in lengths:
+            try:
+                fill_length(item)
+            except ValueError as error:
+                raise ValueError(f"--length {length!r}: {error}") from error
         rank, world = _place("rank"), _place("world_size")
         optional = {
             "sampler": sampler,
@@ -113,7 +120,6 @@ def evaluate(
                 f"{', '.join(needing)} runs code that the model wrote: allow it with --allow-code-execution"
             )
         samples = [repeated(t.samples(files or data, limit, seed), samples_per_task) for t in tasks]
-        lengths = length.split(",")
         make, chosen = _loader(
             model, kind, options, drafter, guide, ar_infill, max_new_tokens, dtype, _device(device, world)
         )
@@ -144,7 +150,7 @@ def evaluate(
                     console,
                     one,
                     rows,
-                    make(setting or "auto"),
+                    make("auto" if setting is None else setting),
                     folder,
                     settings | more,
                     batch_size,
@@ -303,6 +309,8 @@ def _named(name: str, items: list[str] | None) -> dict[str, Any]:
         key, separator, value = item.partition("=")
         if not key or not separator:
             raise ValueError(f"--{name} must be NAME=VALUE: got {item!r}")
+        if key in found:
+            raise ValueError(f"--{name} must give each name once: got {key!r} twice")
         try:
             found[key] = json.loads(value)
         except json.JSONDecodeError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -205,6 +206,7 @@ def _number(name: str, value: Any, low: float, high: float | None, open_low: boo
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number: got {value!r}")
     bad_low = value <= low if open_low else value < low
-    if bad_low or (high is not None and value > high) or value != value or value == float("inf"):
-        bounds = f"{'>' if open_low else '>='} {low}" + ("" if high is None else f" and <= {high}")
+    # An int can be larger than any float.
+    if bad_low or (high is not None and value > high) or not value <= sys.float_info.max:
+        bounds = f"{'>' if open_low else '>='} {low} and " + ("finite" if high is None else f"<= {high}")
         raise ValueError(f"{name} must be {bounds}: got {value}")

@@ -318,10 +318,13 @@ class DenoiseLoop:
         check_step(self.rows, request.sampler, self.decode_steps, broken, illegal, idle)
         moves = {} if self.resizer is None else self.resizer.pending(tokens, transfer, slots)
         ready = [d and b not in moves for b, d in enumerate(decoded)]
+        # The token of a move is taken out again.
+        bound = [moves[b][-1][0] if b in moves else row.hi for b, row in enumerate(self.rows)]
         if self.revise is not None:
-            # A block that may still be revised is neither full nor at an end.
+            # A block that may still be revised is neither full nor at an end, and none of it is final.
             ready = [d and c and e == row.hi for d, c, e, row in zip(decoded, calm, edge, self.rows, strict=True)]
-        frontier, full = settle(self.walk, ready, edge, stopped, request.find_stop)
+            bound = [row.lo for row in self.rows]
+        frontier, full = settle(self.walk, ready, edge, stopped, bound, request.find_stop)
         view = StepView(
             step=self.num_steps,
             rows=[row.index for row in self.rows],

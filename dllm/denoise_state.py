@@ -83,15 +83,22 @@ def check_step(
 
 
 def settle(
-    walk: BlockWalk, decoded: Sequence[int], edge: Sequence[int], stopped: Sequence[int], find_stop: FindStop | None
+    walk: BlockWalk,
+    ready: Sequence[int],
+    edge: Sequence[int],
+    stopped: Sequence[int],
+    bound: Sequence[int],
+    find_stop: FindStop | None,
 ) -> tuple[list[int], list[int]]:
     """Finish rows that stop: (the frontier of each row, the rows whose block is full).
 
-    edge: first masked slot of each open block, or its end; stopped: first stop token of each, or the canvas width.
+    ready: rows that may stop or fill their block; edge: first masked slot of each open block, or its end; stopped: first stop token of
+    each, or the canvas width; bound: first slot of each that may yet change though it holds a token, for rows that are not ready.
     """
     frontier, full = list(edge), []
     for b, row in enumerate(walk.rows):
-        if not decoded[b]:
+        if not ready[b]:
+            frontier[b] = min(edge[b], bound[b])
             continue
         stop = _text_stop(walk, b, min(edge[b], stopped[b]), find_stop)
         if stop is None and stopped[b] < edge[b]:

@@ -23,7 +23,7 @@ from dllm.config import ALIASES, GenerationConfig
 from dllm.denoise import DenoiseLoop, DenoiseResult
 from dllm.noise import CounterNoise
 from dllm.output import InfillOutput, Stats
-from dllm.prompts import apply_template, encode_text
+from dllm.prompts import apply_template, conversations, encode_text
 from dllm.resize import Resize
 
 if TYPE_CHECKING:
@@ -176,13 +176,13 @@ def _tasks(
     lengths = list(length) if isinstance(length, Sequence) and not isinstance(length, str) else [length] * len(prefixes)
     if len(lengths) != len(prefixes):
         raise ValueError(f"length must be 'auto', an int or one a row ({len(prefixes)}): got {len(lengths)}")
-    conversations: list[Any] = [None] * len(prefixes)
+    chats: list[Any] = [None] * len(prefixes)
     if messages is not None:
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        if len(conversations) != len(prefixes):
-            raise ValueError(f"messages must be one conversation a row ({len(prefixes)}): got {len(conversations)}")
+        chats = conversations(messages)
+        if len(chats) != len(prefixes):
+            raise ValueError(f"messages must be one conversation a row ({len(prefixes)}): got {len(chats)}")
     tasks = []
-    for before, after, n, chat in zip(prefixes, suffixes, lengths, conversations, strict=True):
+    for before, after, n, chat in zip(prefixes, suffixes, lengths, chats, strict=True):
         parts = [encode_text(lm.tokenizer, before), encode_text(lm.tokenizer, after)]
         if chat is not None:
             # The assistant's turn begins with the prefix and is closed after the suffix.

@@ -80,6 +80,8 @@ class DiffusionLM:
         if is_shipped(name, "diffusion"):
             folder = ASSETS / str(name)
         if (folder / CONFIG_NAME).is_file():
+            if family is not None:
+                raise ValueError(f"family must be None for an adapter, whose base says what it is: got {family!r}")
             return cls._from_adapter(folder, dtype, device, device_map, revision, spec_overrides)
         with listing_shipped("diffusion"):
             model, spec, config, found = load_checkpoint(
@@ -211,6 +213,10 @@ class DiffusionLM:
         config = self._config(generation_config, kwargs)
         if config.streamer is not None:
             raise ValueError("stream gives events itself: streamer goes with generate")
+        if config.resize is not None:
+            raise ValueError(
+                "resize needs masked, the slots that may grow, which goes with generate: got it with stream"
+            )
         prompts = self._prompts(prompt, messages, input_ids, attention_mask, use_chat_template, config)
         loop = DenoiseLoop(self.engine.model, self._request(config, self._generation_canvas(prompts, config)))
         return self._events(config, loop, prompts, provisional)
@@ -233,7 +239,7 @@ class DiffusionLM:
                     yield StreamEvent(row, "provisional", guess, step)
         output = self._output(loop.result(), [len(p) for p in prompts])
         for row, delta in enumerate(deltas):
-            rest = output.texts[row][len(delta.sent) :]
+            rest = delta.rest(output.texts[row])
             if rest:
                 yield StreamEvent(row, "committed", rest, step)
             yield StreamEvent(row, "done", "", step, output.finish_reasons[row])

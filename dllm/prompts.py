@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,11 +92,25 @@ def masked_rows(masked: Any, input_ids: Any, attention_mask: Any) -> list[list[b
     return [[bool(flag) for flag in row] for row in _rows_of_ids(flags.long(), attention_mask)]
 
 
-def _from_messages(tokenizer: Any, messages: Sequence[Any]) -> list[list[int]]:
+def conversations(messages: Any) -> list[list[Message]]:
+    """One conversation or a list of them -> a list of them. Raises TypeError for what is neither."""
+    wanted = "messages must be a list of messages {'role': ..., 'content': ...}, or a list of such lists"
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise TypeError(f"{wanted}: got {type(messages).__name__}")
     if not messages:
         raise ValueError("messages must not be empty")
-    batch = [messages] if isinstance(messages[0], dict) else list(messages)
-    return [apply_template(tokenizer, row) for row in batch]
+    batch = [messages] if isinstance(messages[0], Mapping) else messages
+    for b, row in enumerate(batch):
+        if not isinstance(row, Sequence) or isinstance(row, str):
+            raise TypeError(f"{wanted}: row {b} is {type(row).__name__}")
+        for message in row:
+            if not isinstance(message, Mapping):
+                raise TypeError(f"{wanted}: row {b} holds {type(message).__name__}")
+    return [[dict(message) for message in row] for row in batch]
+
+
+def _from_messages(tokenizer: Any, messages: Any) -> list[list[int]]:
+    return [apply_template(tokenizer, row) for row in conversations(messages)]
 
 
 def _from_text(tokenizer: Any, prompt: Any, use_chat_template: bool | str) -> list[list[int]]:
@@ -121,5 +135,12 @@ def apply_template(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a raw text, no special token added."""
+    """Ids of a raw text, no special token added. Raises ValueError for a lone surrogate, as bytes that are no UTF-8 are read."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise ValueError(
+            f"text must be valid Unicode: got the lone surrogate {found!r} at character {error.start}"
+        ) from error
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []

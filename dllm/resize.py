@@ -82,7 +82,7 @@ class Resizer:
         return out
 
     def apply(self, walk: BlockWalk, given: Tensor, b: int, moves: list[tuple[int, int]]) -> None:
-        """Make room or close it in row b; mutates the walk, its state and given [B, L]."""
+        """Make room or close it in row b, and go on where no mask of its block is left; mutates the walk, its state and given [B, L]."""
         row, state = walk.rows[b], walk.state
         for slot, token in moves:
             if token == self.expand:
@@ -98,6 +98,8 @@ class Resizer:
                 self._shift(walk, given, b, slot, -count)
         if not bool(state.masked[b, row.begin : row.end].any()):
             walk.finish(b, "length", row.end)
+        elif not bool(state.masked[b, row.lo : row.hi].any()):
+            walk.advance(b)
 
     def _may_grow(self, index: int) -> bool:
         return self.budget[index] > 0 and self.room[index] > 0
@@ -105,6 +107,8 @@ class Resizer:
     def _shift(self, walk: BlockWalk, given: Tensor, b: int, slot: int, by: int) -> None:
         """Move row b's slots from ``slot`` on: one to the right, leaving a mask there, or to the left over what is deleted."""
         row, state = walk.rows[b], walk.state
+        # What is deleted may reach beyond the open block.
+        of_block = max(by, slot - row.hi)
         total = int(state.valid[b].sum())
         for table, fill in ((state.canvas, 0), (state.masked, True), (given, False)):
             if by > 0:
@@ -116,7 +120,7 @@ class Resizer:
         state.valid[b] = torch.arange(state.valid.shape[1], device=state.valid.device) < total + by
         start, stop = row.regions[-1]
         row.regions[-1] = (start, stop + by)
-        row.hi += by
+        row.hi += of_block
         self.room[row.index] -= by
-        state.hi[b] += by
+        state.hi[b] += of_block
         state.end[b] += by

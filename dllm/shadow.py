@@ -17,9 +17,14 @@ def with_shadow(attend: Attend, rows: Tensor, valid: Tensor, slots: Tensor, insi
 
     The rows of the forward never see a shadow. A shadow row sees what the row of its slot sees (stored keys and new rows), without that
     row, and all shadows of the block. rows [B, Q] are canvas positions, valid [B, Q]; inside [B, S] bool: slots of the row's own block.
+    Raises ValueError where such a slot has no row among the new ones.
     """
     same = (slots[:, :, None] == rows[:, None, :]) & valid[:, None, :]
-    assert bool((same.any(-1) | ~inside).all()), "a cache must compute the open block's rows"
+    if not bool((same.any(-1) | ~inside).all()):
+        raise ValueError(
+            "cache must compute all rows of the open block in each forward for a sampler with shadow rows: this one left some out; "
+            "use 'none', 'block', 'dual', 'prefix' or 'free'"
+        )
     place = same.long().argmax(-1)
     seen = attend.new_mask
     queries = seen.shape[1]

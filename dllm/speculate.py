@@ -89,7 +89,7 @@ def _events(model: Any, loop: SpeculativeLoop, read: Settings) -> Iterator[Strea
                 yield StreamEvent(index, "committed", text, view.step)
     output = _output(loop.result(), read)
     for index, delta in enumerate(deltas):
-        rest = output.texts[index][len(delta.sent) :]
+        rest = delta.rest(output.texts[index])
         if rest:
             yield StreamEvent(index, "committed", rest, loop.num_rounds)
         yield StreamEvent(index, "done", "", loop.num_rounds, output.finish_reasons[index])

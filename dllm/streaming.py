@@ -32,20 +32,32 @@ class StreamEvent:
 class TextDelta:
     """Turns a growing list of ids into text that only ever grows.
 
-    Held back until it is settled: a half-finished character, and an end of the text with which a stop string may begin.
+    Held back until it is settled: a half-finished character, and an end of the text with which a stop string may begin. A tokenizer
+    may read earlier ids differently once more follow (bytes that join to a character): nothing is sent while it does.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str] = ()) -> None:
         self.decode, self.stops = decode, tuple(stops)
         self.sent = ""
+        self._ids: list[int] = []
 
     def push(self, ids: list[int]) -> str:
         """New text since the last call; ids are all final ids so far, without a stop."""
+        assert ids[: len(self._ids)] == self._ids, f"final ids must stay: {self._ids} became {ids}"
+        self._ids = list(ids)
         text = settled_text(self.decode(ids), self.stops)
         if not text.startswith(self.sent):
             return ""
         new, self.sent = text[len(self.sent) :], text
         return new
+
+    def rest(self, text: str) -> str:
+        """What is left of the whole text. Raises RuntimeError where the tokenizer does not read it as what was sent."""
+        if not text.startswith(self.sent):
+            raise RuntimeError(
+                f"text that was streamed must begin the output: {self.sent!r} was, the output is {text!r}"
+            )
+        return text[len(self.sent) :]
 
     def guess(self, ids: list[int]) -> str:
         """Text of ids (final ones and guesses) behind what was sent."""
@@ -61,7 +73,7 @@ class StreamerFeed:
 
     def __init__(self, streamer: Any, prompt: Sequence[int], decode: Decode | None, stops: Sequence[str] = ()) -> None:
         self.streamer, self.decode, self.stops = streamer, decode, tuple(stops)
-        self.sent = 0
+        self._sent: list[int] = []
         streamer.put(torch.tensor([list(prompt)], dtype=torch.int64))
 
     def push(self, ids: list[int]) -> None:
@@ -77,9 +89,11 @@ class StreamerFeed:
         self.streamer.end()
 
     def _put(self, ids: list[int]) -> None:
-        if len(ids) > self.sent:
-            self.streamer.put(torch.tensor(ids[self.sent :], dtype=torch.int64))
-            self.sent = len(ids)
+        count = len(self._sent)
+        assert ids[:count] == self._sent[: len(ids)], f"final ids must stay: {self._sent} became {ids}"
+        if len(ids) > count:
+            self.streamer.put(torch.tensor(ids[count:], dtype=torch.int64))
+            self._sent = list(ids)
 
 
 def settled_text(text: str, stops: Sequence[str]) -> str:

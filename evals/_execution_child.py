@@ -212,17 +212,20 @@ def _shut_in(request: dict[str, Any], namespaces: bool, output: int, report: int
             os.dup2(source, target)
         os.closerange(max(output, report, secret) + 1, 256)
         sys.stdin = os.fdopen(0, encoding="utf-8")
-        sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        printed = os.fdopen(1, "w", encoding="utf-8", errors="replace", closefd=False)
+        sys.stdout = sys.stderr = printed
     # Whatever goes wrong here is our failure, not the program's; the parent raises it.
     except Exception as error:  # noqa: BLE001
         os.write(report, json.dumps({"setup_error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         os._exit(1)
     os.write(report, json.dumps({"isolation": isolation}).encode() + b"\n")
     outcome = _run(request["program"], request["tests"])
+    # What the program put in place of its standard output may hold text, and may be anything.
+    for stream in (getattr(sys, "stdout", None), printed):
+        with contextlib.suppress(BaseException):
+            stream.flush()  # type: ignore[union-attr]
     if outcome is None:
         outcome = {"secret": os.read(secret, 64).decode()}
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
     os.write(report, json.dumps(outcome).encode() + b"\n")
     os._exit(0)
 

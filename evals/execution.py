@@ -9,6 +9,11 @@ but the interpreter's, no signal to anybody outside), and another user where the
 A program passes only if a secret comes back after its last test, so that exiting early, exit codes and printed text mean nothing.
 Program and tests share an interpreter, as in every harness for these data sets: code written against this very file could look for
 the secret, and an object can claim to equal everything. The limits are after Chen et al. 2021 (arXiv:2107.03374, section 2.3).
+
+Limits are per process, and a program has up to 32. ``memory_bytes`` bounds address space, so it does not hold what the kernel keeps
+for a process outside of it: files in memory that are written and never mapped (``os.memfd_create``: at most ``disk_bytes`` each and 128
+descriptors a process, 8 GiB with the defaults), and buffers of pipes and sockets. All of that goes when the program ends. Where a
+program may mean harm, put a limit on the memory of the whole evaluation (a container, a cgroup).
 """
 
 from __future__ import annotations
@@ -31,6 +36,8 @@ Reason = Literal["passed", "failed", "error", "ended", "timeout", "output"]
 CHILD = Path(__file__).with_name("_execution_child.py")
 # What the supervisor may take on top of the program's time: its start, and killing and reaping a fork bomb.
 GRACE_S = 30.0
+# What poll and setrlimit take: 11 days, and 4 EiB.
+MOST_S, MOST_BYTES = 1_000_000, 1 << 62
 
 
 class ExecutionError(RuntimeError):
@@ -71,10 +78,11 @@ def execute(
     """Run a Python program, then its tests in the same module; passed if both reach their ends.
 
     timeout_s: wall time. cpu_s: processor time of each process, rounded up to seconds: on a busy machine the fairer of the two.
-    memory_bytes: address space of each process.
+    memory_bytes: address space of each process; files in memory are not in it, see above.
     disk_bytes: its folder where that can be private, else each file. max_output_bytes: printed text at which it is ended.
 
-    Raises ValueError for a limit that is not positive, NotImplementedError off POSIX, ExecutionError if the machinery fails.
+    Raises ValueError for a limit that is not positive, or higher than any system takes, NotImplementedError off POSIX, ExecutionError
+    if the machinery fails.
     """
     limits = {
         "timeout_s": timeout_s,
@@ -84,8 +92,9 @@ def execute(
         "max_output_bytes": max_output_bytes,
     }
     for name, value in limits.items():
-        if not value > 0:
-            raise ValueError(f"{name} must be > 0: got {value}")
+        most = MOST_S if name.endswith("_s") else MOST_BYTES
+        if not 0 < value <= most:
+            raise ValueError(f"{name} must be > 0 and <= {most}: got {value}")
     if os.name != "posix":
         raise NotImplementedError(f"code execution needs a POSIX system (rlimits, process groups): got {os.name!r}")
     folder = tempfile.mkdtemp(prefix="dllm-execution-")

@@ -13,6 +13,7 @@ import numpy as np
 from dllm.evals.grouping import pass_rates, score_interval
 from dllm.evals.measure import Measurement, Sample, compare
 from dllm.evals.measurement import Comparison
+from dllm.evals.run_fields import LINE_FIELDS, read_replays, read_run
 from dllm.evals.run_store import RESULT, RUN, load_run
 from dllm.evals.runner import REPLAYS
 from dllm.evals.statistics import (
@@ -102,7 +103,9 @@ def load_views(paths: Iterable[Path]) -> list[RunView]:
     folders = find_runs(paths)
     if not folders:
         raise ValueError("runs must hold at least one run: got none")
-    saved = [load_run(folder) for folder in folders]
+    for folder in folders:
+        read_run(folder / RUN)
+    saved = [load_run(folder, LINE_FIELDS) for folder in folders]
     labels = _labels([run.run for run in saved], folders)
     views = []
     for i, (run, folder, label) in enumerate(zip(saved, folders, labels, strict=True)):
@@ -128,7 +131,6 @@ def _view(
         r["reference_log_likelihood"] / max(r["reference_tokens"], 1) for r in records if "reference_tokens" in r
     ]
     errors = [len(r["token_ids"]) - r["true_length"] for r in records if r.get("true_length") is not None]
-    replays = folder / REPLAYS
     return RunView(
         number=number,
         label=label,
@@ -146,7 +148,7 @@ def _view(
         acceptance=acceptance_by_position(lengths, longest - 1) if longest > 1 else None,
         reference_log_likelihood=bootstrap_mean(likelihoods) if likelihoods else None,
         length_error=bootstrap_mean(np.asarray(errors, dtype=float)) if errors else None,
-        replays=json.loads(replays.read_text(encoding="utf-8")) if replays.is_file() else (),
+        replays=read_replays(folder / REPLAYS),
     )
 
 

@@ -111,8 +111,11 @@ def length_rows(rows: Sequence[RunView]) -> list[RunView]:
 
     def key(view: RunView) -> tuple[str, int, str]:
         others = {name: value for name, value in view.settings.items() if name != "length"}
-        kind = view.settings["length"].partition(":")[0]
-        return repr(sorted(others.items())), ("oracle", "fixed", "auto").index(kind), view.settings["length"]
+        length, kinds = view.settings["length"], ("oracle", "fixed", "auto")
+        kind = str(length).partition(":")[0]
+        if kind not in kinds:
+            raise ValueError(f"{view.folder}: length must be 'oracle', 'fixed:N' or 'auto': got {length!r}")
+        return repr(sorted(others.items())), kinds.index(kind), length
 
     return sorted(found, key=key)
 

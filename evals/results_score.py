@@ -16,7 +16,8 @@ import typer
 
 from dllm.evals.report_data import find_runs
 from dllm.evals.results_plan import FILES
-from dllm.evals.run_store import Line, RunStore, load_run
+from dllm.evals.run_fields import LINE_FIELDS, read_run
+from dllm.evals.run_store import RUN, Line, RunStore, load_run
 from dllm.evals.runner import DEFERRED, REPLAYS, checked_scores, samples_digest, summary
 from dllm.evals.task import Sample, Task
 from dllm.evals.tasks.registry import get_task
@@ -36,7 +37,7 @@ def score_run(
     """
     if workers < 1:
         raise ValueError(f"workers must be >= 1: got {workers}")
-    saved = load_run(folder)
+    saved = load_run(folder, LINE_FIELDS)
     if saved.run.get("scores") != DEFERRED:
         return False
     if saved.run["num_samples"] != len(saved.records):
@@ -95,7 +96,7 @@ def command(
     failures = 0
     for folder in find_runs(run):
         try:
-            asked = load_run(folder).run
+            asked = read_run(folder / RUN)
             settings = asked["settings"]
             task = get_task(asked["task"]["name"])
             samples = task.samples(data / FILES[task.name], settings["limit"], settings["seed"])

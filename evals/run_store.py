@@ -24,6 +24,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from dllm.evals.atomic_write import write_text_atomic
+from dllm.evals.run_fields import Fields, checked, read_json
 
 FORMAT = "dllm.evals.run/1"
 RUN, SAMPLES, TIMES, RESULT = "run.json", "samples.jsonl", "times.jsonl", "result.json"
@@ -41,15 +42,23 @@ class Line:
 class RunStore:
     """The folder of one run, open for the shard of one rank (a context manager: the shard is locked while it is open).
 
-    run: JSON values that say what runs, settings and versions. num_samples: how many samples make it complete.
+    run: JSON values that say what runs, settings and versions. num_samples: how many samples make it complete. fields: what a line's
+    "record" and "time" must hold.
     Raises ValueError where the folder holds another run, naming the fields that differ, or a damaged line; RuntimeError where
     another process has this rank's shard open.
     """
 
-    def __init__(self, folder: Path, run: Mapping[str, Any], num_samples: int, rank: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run: Mapping[str, Any],
+        num_samples: int,
+        rank: int = 0,
+        fields: Mapping[str, Fields] | None = None,
+    ) -> None:
         if num_samples < 1:
             raise ValueError(f"num_samples must be >= 1: got {num_samples}")
-        self.folder, self.num_samples, self.rank = Path(folder), num_samples, rank
+        self.folder, self.num_samples, self.rank, self.fields = Path(folder), num_samples, rank, fields or {}
         self.run = json.loads(json.dumps({"format": FORMAT, "num_samples": num_samples, **run}, allow_nan=False))
         self.folder.mkdir(parents=True, exist_ok=True)
         _claim(self.folder / RUN, self.run)
@@ -75,7 +84,7 @@ class RunStore:
 
     def done(self) -> set[int]:
         """Indices of the samples that some rank has written."""
-        return {index for index, _, _ in _places(self.folder, self.num_samples)}
+        return {index for index, _, _ in _places(self.folder, self.num_samples, self.fields)}
 
     def append(self, line: Line) -> None:
         """Write one sample; when this returns, a kill or a power cut cannot take it back."""
@@ -90,7 +99,7 @@ class RunStore:
         summarise: the records in sample order -> summary (JSON values, no clock).
         """
         with FileLock(self.folder / ".lock"):
-            places = _places(self.folder, self.num_samples)
+            places = _places(self.folder, self.num_samples, self.fields)
             if len(places) < self.num_samples:
                 return False
             digest = _copy(places, self.folder / SAMPLES, "record")
@@ -111,18 +120,30 @@ class SavedRun:
     times: list[dict[str, Any]]
 
 
-def load_run(folder: Path) -> SavedRun:
-    """Read a run's folder; the shards of all ranks are merged. Raises ValueError where it holds no run or no sample yet."""
-    folder = Path(folder)
+def load_run(folder: Path, fields: Mapping[str, Fields] | None = None) -> SavedRun:
+    """Read a run's folder; the shards of all ranks are merged. fields: what each "record" and "time" must hold.
+
+    Raises ValueError where it holds no run or no sample yet, and for a damaged file, which it names.
+    """
+    folder, fields = Path(folder), fields or {}
     if not (folder / RUN).is_file():
         raise ValueError(f"run must be a folder that `dllm eval` wrote ({RUN} in it): got {folder}")
-    run = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    run = checked(read_json(folder / RUN), {"num_samples": int}, folder / RUN)
     if run.get("format") != FORMAT:
         raise ValueError(f"{folder / RUN}: format must be {FORMAT!r}: got {run.get('format')!r}")
     if (folder / RESULT).is_file():
-        records, times = list(read_lines(folder / SAMPLES)), list(read_lines(folder / TIMES))
+        records, times = (_whole(folder / name, run["num_samples"]) for name in (SAMPLES, TIMES))
+        for name, part, values in ((SAMPLES, "record", records), (TIMES, "time", times)):
+            for number, value in enumerate(values, 1):
+                checked(value, fields.get(part, {}), f"{folder / name}, line {number}")
+        result = checked(read_json(folder / RESULT), {"samples_sha256": str}, folder / RESULT)
+        found = hashlib.sha256((folder / SAMPLES).read_bytes()).hexdigest()
+        if found != result["samples_sha256"]:
+            raise ValueError(
+                f"{folder / SAMPLES}: sha256 must be the one in {RESULT}, {result['samples_sha256']}: got {found}"
+            )
     else:
-        places = _places(folder, run["num_samples"])
+        places = _places(folder, run["num_samples"], fields)
         records, times = list(_values(places, "record")), list(_values(places, "time"))
     if not records:
         raise ValueError(f"run must hold at least one sample: {folder} holds none yet")
@@ -130,10 +151,23 @@ def load_run(folder: Path) -> SavedRun:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file, one a line, never more than one in memory."""
+    """The JSON objects of a file, one a line, never more than one in memory. Raises ValueError naming a line that is none."""
     with path.open("rb") as file:
-        for raw in file:
-            yield _parsed(raw)
+        for number, raw in enumerate(file, 1):
+            try:
+                yield checked(_parsed(raw), {"index": int}, f"{path}, line {number}")
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}, line {number}: must be JSON: {error}") from error
+
+
+def _whole(path: Path, num_samples: int) -> list[dict[str, Any]]:
+    """All lines of a file of a complete run, which are its samples in order."""
+    if not path.is_file():
+        raise ValueError(f"{path}: must be there beside {RESULT}")
+    values = list(read_lines(path))
+    if [value["index"] for value in values] != list(range(num_samples)):
+        raise ValueError(f"{path}: must hold samples 0 to {num_samples - 1}, a line each: got {len(values)} lines")
+    return values
 
 
 def _parsed(raw: bytes) -> Any:
@@ -146,7 +180,7 @@ def _claim(path: Path, run: Mapping[str, Any]) -> None:
         if not path.is_file():
             write_text_atomic(path, json.dumps(run, indent=1) + "\n")
             return
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = checked(read_json(path), {}, path)
     differing = sorted(_differences(found, run))
     if differing:
         raise ValueError(
@@ -182,7 +216,7 @@ def _cut_torn_line(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def _places(folder: Path, num_samples: int) -> list[tuple[int, Path, int]]:
+def _places(folder: Path, num_samples: int, fields: Mapping[str, Fields]) -> list[tuple[int, Path, int]]:
     """(index, file, offset) of each whole line of all shards, in sample order, first writer of an index first."""
     found: dict[int, tuple[Path, int]] = {}
     for shard in sorted(folder.glob("shard-*.jsonl")):
@@ -191,12 +225,16 @@ def _places(folder: Path, num_samples: int) -> list[tuple[int, Path, int]]:
             for number, raw in enumerate(file, 1):
                 # Another rank may be in the middle of its line.
                 if raw.endswith(b"\n"):
+                    where = f"{shard}, line {number}"
                     try:
-                        index = _parsed(raw)["index"]
-                    except (ValueError, KeyError, TypeError) as error:
-                        raise ValueError(f"{shard}, line {number}: not a sample of a run: {raw[:60]!r}") from error
+                        value = _parsed(raw)
+                    except ValueError as error:
+                        raise ValueError(f"{where}: not a sample of a run: {raw[:60]!r}") from error
+                    index = checked(value, {"index": int, "record": dict, "time": dict}, where)["index"]
+                    for part in ("record", "time"):
+                        checked(value[part], fields.get(part, {}), f"{where}, {part}")
                     if not 0 <= index < num_samples:
-                        raise ValueError(f"{shard}, line {number}: index must be in [0, {num_samples}): got {index}")
+                        raise ValueError(f"{where}: index must be in [0, {num_samples}): got {index}")
                     found.setdefault(index, (shard, offset))
                 offset += len(raw)
     return [(index, *found[index]) for index in sorted(found)]

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dllm.evals.atomic_write import write_text_atomic
 from dllm.evals.grouping import pass_rates, question_means, score_interval
 from dllm.evals.loops import loops
+from dllm.evals.run_fields import LINE_FIELDS
 from dllm.evals.run_store import Line, RunStore
 from dllm.evals.statistics import Interval, bootstrap_mean, bootstrap_ratio
 from dllm.evals.task import Sample, Task
@@ -98,7 +99,7 @@ def run_task(
         **({"scores": DEFERRED} if extras.deferred else {}),
     }
     mine = list(range(rank, len(samples), world))
-    with RunStore(folder, run, len(samples), rank) as store:
+    with RunStore(folder, run, len(samples), rank, LINE_FIELDS) as store:
         done = store.done()
         finished = sum(i in done for i in mine)
         for start in range(0, len(mine), batch_size):

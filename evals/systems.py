@@ -80,7 +80,7 @@ def fill_length(length: str) -> Callable[[int], int | str]:
     if length == "auto":
         return lambda reference: "auto"
     kind, _, number = length.partition(":")
-    if kind != "fixed" or not number.isdigit() or int(number) < 1:
+    if kind != "fixed" or not (number.isascii() and number.isdigit()) or int(number) < 1:
         raise ValueError(f"length must be 'oracle', 'auto' or 'fixed:N' with N >= 1: got {length!r}")
     return lambda reference: int(number)
 

@@ -35,9 +35,9 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
         return logits
     ranked = logits.sort(dim=-1, descending=True).values
     law = ranked.float().softmax(dim=-1)
-    # A token stays while the probability of those before it is short of p; the first one always does.
+    # A token stays while the probability of those before it is short of p; the first one always does, also where p is 0 in fp32.
     kept = law.cumsum(dim=-1) - law < p
-    border = ranked.gather(-1, kept.sum(dim=-1, keepdim=True) - 1)
+    border = ranked.gather(-1, kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
     return logits.masked_fill(logits < border, -torch.inf)
 
 

@@ -18,6 +18,7 @@ def call(monkeypatch):
     """`dllm ...` with a tiny model in place of every checkpoint, and a task of its own."""
     monkeypatch.setattr(DiffusionLM, "from_pretrained", classmethod(lambda cls, name, **_: text_lm()))
     monkeypatch.setitem(registry.TASKS, "echo", EchoTask)
+    monkeypatch.setitem(registry.TASKS, "echo_infill", lambda: EchoTask("infill"))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     runner = CliRunner()
@@ -107,7 +108,12 @@ def test_the_ranks_of_a_launcher_share_the_samples(call, tmp_path, monkeypatch):
         (("echo", "--files", "x"), "--files goes with the one task `infill`"),
         (("echo", "mtbench", "--data", "x"), "--data goes with one task: got 2"),
         (("echo", "--option", "threshold"), "--option must be NAME=VALUE: got 'threshold'"),
+        (("echo", "--option", "a=2", "--option", "a=3"), "--option must give each name once: got 'a' twice"),
         (("echo", "--option", "treshold=0.9"), "unknown argument 'treshold'"),
+        (("echo_infill", "--length", ""), "--length '': length must be 'oracle', 'auto' or 'fixed:N' with N >= 1: got ''"),
+        (("echo_infill", "--length", "oracle,,"), "--length 'oracle,,': length must be"),
+        (("echo_infill", "--length", "auto,fixed:²"), "got 'fixed:²'"),
+        (("echo_infill", "--length", "auto,fixed:0"), "got 'fixed:0'"),
         (("echo", "--kind", "moe"), "--kind must be auto, diffusion or ar: got 'moe'"),
         (("echo", "--drafter", "d", "--kind", "diffusion"), "--drafter drafts for an AR model"),
         (("echo", "--guide", "base", "--kind", "ar"), "--guide guides a diffusion LM"),

@@ -82,6 +82,8 @@ def test_arguments_of_the_call_win_over_a_config_and_leave_it_as_it_was():
         ({"temperature": -0.1}, ValueError),
         ({"temperature": float("nan")}, ValueError),
         ({"temperature": float("inf")}, ValueError),
+        ({"temperature": 10**400}, ValueError),
+        ({"cfg_scale": 10**400}, ValueError),
         ({"temperature": "0"}, TypeError),
         ({"temperature": 1e-30}, ValueError),
         ({"top_p": 0.0, "temperature": 1}, ValueError),

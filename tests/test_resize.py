@@ -88,6 +88,36 @@ def test_rows_of_a_batch_grow_apart_and_equal_their_single_runs():
         assert both.row_stats[b].useful_tokens == single.stats.useful_tokens
 
 
+@pytest.mark.parametrize("to_right", [False, True])
+def test_a_block_that_is_deleted_gives_way_to_the_next_one(to_right):
+    lm = lm_of()
+    ids = (5, *[MASK] * 6, 9)
+    # A block of three goes in one step, the other one is filled, and one of the given token alone closes the row.
+    out = fill(
+        lm, Resize(9, delete_to_right=to_right), DELETE, 1, (ids,), block_length=3, sampler="threshold", threshold=0.0
+    )
+    assert out.sequences.tolist() == [[9] if to_right else [7, 7, 7, 9]]
+    assert out.stats.nfe == (1 if to_right else 3)
+    # A deletion that takes the masks to its right along reaches beyond its block.
+    out = fill(lm, Resize(9, delete_to_right=to_right), DELETE, 1, (ids,), block_length=3, sampler="sequential")
+    assert out.sequences.tolist() == [[9] if to_right else [7] * 5 + [9]]
+
+
+@pytest.mark.parametrize("to_right", [False, True])
+def test_rows_that_shrink_in_blocks_equal_their_single_runs(to_right):
+    ids = [[5, 8, MASK, MASK, 7, MASK, MASK, MASK, MASK, 9], [5, *[MASK] * 4, 11, 12, MASK, MASK, 9]]
+    masked = [[t == MASK for t in row] for row in ids]
+    options: dict[str, Any] = {"max_new_tokens": 0, "block_length": 3, "resize": Resize(9, delete_to_right=to_right)}
+    for seed in range(12):
+        lm = tiny_lm("bidirectional", seed, logits_shift=0, expand_token_id=EXPAND, delete_token_id=DELETE)
+        lm.model.lm_head.weight[EXPAND : DELETE + 1] *= 1.6
+        both = lm.generate(input_ids=ids, masked=masked, **options)
+        for b, row in enumerate(ids):
+            single = lm.generate(input_ids=[row], masked=[masked[b]], **options)
+            assert both.sequences[b, : both.lengths[b]].tolist() == single.sequences[0].tolist()
+            assert both.row_stats[b].nfe == single.stats.nfe
+
+
 def test_without_resize_the_expand_token_is_never_written():
     lm = lm_of()
     out = lm.generate(

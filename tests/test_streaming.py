@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TextIteratorStreamer, TextStreamer
 
+from dllm.resize import Resize
 from dllm.streaming import StreamEvent, TextDelta, settled_text, tokens_within
 from tests.oracle import oracle_lm, sentence
-from tests.tiny import EOS, tiny_lm
+from tests.tiny import EOS, MASK, tiny_lm
 from tests.words import byte_tokenizer, speaking, text_lm
 
 PROMPTS = ["the cab", "a", "ab cd ab cd é"]
@@ -53,6 +54,51 @@ def test_committed_texts_of_every_row_add_up_to_what_generate_gives(rule, cache,
         assert [e.finish_reason for e in done] == [out.finish_reasons[row]]
     assert {e.kind for e in events} <= {"committed", "done"}
     assert all(e.text for e in events if e.kind == "committed")
+
+
+REVISERS: list[dict[str, Any]] = [
+    dict(sampler="token_editing"),
+    dict(sampler="token_editing", threshold=0.3, editing_threshold=0.2),
+    dict(sampler="wino", threshold=0.05, verify_threshold=0.6),
+]
+
+
+@pytest.mark.parametrize("sampler", REVISERS, ids=str)
+@pytest.mark.parametrize("rule", ["block_causal", "bidirectional"])
+def test_what_a_reviser_may_still_change_is_not_streamed(rule, sampler):
+    for seed in range(4):
+        lm = text_lm(rule, seed, logits_shift=0)
+        options: dict[str, Any] = dict(max_new_tokens=20, cache="none", seed=seed, **sampler)
+        out = lm.generate(PROMPTS, **options)
+        events = list(lm.stream(PROMPTS, **options))
+        puts = Puts()
+        lm.generate(PROMPTS[0], streamer=puts, **options)
+        assert ["".join(committed(events, row)) for row in range(3)] == out.texts
+        assert [t for v in puts.values[1:] for t in v.tolist()] == out.sequences[0, : out.lengths[0]].tolist()
+
+
+def test_a_token_that_changes_the_length_of_a_gap_is_not_streamed():
+    lm = text_lm("bidirectional", logits_shift=0, expand_token_id=60, delete_token_id=61)
+    ids, masked = [[5, *[MASK] * 4, 9]], [[False, *[True] * 4, False]]
+
+    def process(logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        # The first slots grow, the last ones shrink.
+        logits[..., 60] += torch.where(slots < 3, 20.0, 0.0)
+        logits[..., 61] += torch.where(slots > 4, 20.0, 0.0)
+        return logits
+
+    puts = Puts()
+    out = lm.generate(
+        input_ids=ids,
+        masked=masked,
+        max_new_tokens=0,
+        resize=Resize(8),
+        logits_processor=process,
+        block_length=16,
+        sampler="sequential",
+        streamer=puts,
+    )
+    assert [t for v in puts.values[1:] for t in v.tolist()] == out.sequences[0, : out.lengths[0]].tolist()
 
 
 def test_text_comes_as_soon_as_it_is_final():
@@ -132,11 +178,13 @@ def test_guesses_do_not_change_what_is_committed(stops):
     assert any(e.kind == "provisional" for e in guessed)
 
 
-def test_a_stream_needs_a_tokenizer_and_takes_no_streamer():
+def test_a_stream_needs_a_tokenizer_and_takes_no_streamer_and_no_resize():
     with pytest.raises(ValueError, match="stream needs a tokenizer"):
         tiny_lm().stream(input_ids=[[5]])
     with pytest.raises(ValueError, match="streamer goes with generate"):
         text_lm().stream("a", max_new_tokens=4, streamer=Puts())
+    with pytest.raises(ValueError, match="resize needs masked, .* goes with generate"):
+        text_lm().stream("a", max_new_tokens=4, resize=Resize(12))
 
 
 def test_nothing_to_write_is_only_done():
@@ -163,6 +211,16 @@ def test_text_deltas_never_take_text_back():
     delta = TextDelta(lambda ids: table.get(len(ids), "other"))
     assert [delta.push([0] * n) for n in (1, 2, 3)] == ["a", "", ""]
     assert delta.sent == "a"
+
+
+def test_final_ids_that_change_and_text_that_is_read_otherwise_at_the_end_are_errors():
+    delta = TextDelta("".join)  # type: ignore[arg-type]
+    assert delta.push(["a", "b"]) == "ab"  # type: ignore[list-item]
+    assert delta.rest("abc") == "c"
+    with pytest.raises(RuntimeError, match="must begin the output: 'ab' was, the output is 'acb'"):
+        delta.rest("acb")
+    with pytest.raises(AssertionError, match="final ids must stay"):
+        delta.push(["a", "c", "b"])  # type: ignore[list-item]
 
 
 def test_tokens_within_counts_whole_tokens():

@@ -69,6 +69,8 @@ class FilesInfill:
         found = []
         for path, text in _texts(root, self.extensions):
             name = path.relative_to(root).as_posix() if root.is_dir() else path.name
+            # Bytes of a name that are no UTF-8 become escapes: an id is text.
+            name = name.encode("utf-8", "backslashreplace").decode("utf-8")
             # Each file has its own numbers: a file that comes or goes leaves the gaps of the others alone.
             numbers = random.Random(f"{seed}/{name}")
             gaps = _lines(text, numbers) if self.unit == "line" else _spans(text, self.max_span, self.per_file, numbers)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +61,33 @@ def test_a_right_program_passes_and_a_wrong_one_says_why_not():
     assert (wrong.passed, wrong.reason, wrong.detail) == (False, "failed", "AssertionError: one more")
     broken = run("def f(x):", "assert f(1) == 2")
     assert (broken.passed, broken.reason) == (False, "error") and broken.detail.startswith("IndentationError")
+
+
+TEE = """import sys
+class Tee:
+    def __init__(self, stream):
+        self.stream = stream
+    def write(self, text):
+        self.stream.write(text)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [
+        ("import sys\nprint('a')\nsys.stdout = None", "a\n"),
+        ("import sys\nprint('a')\ndel sys.stdout", "a\n"),
+        (f"{TEE}sys.stdout = Tee(sys.stdout)\nprint('a')", "a\n"),
+        (f"{TEE}Tee.flush = lambda self: 1 / 0\nsys.stdout = Tee(sys.stdout)\nprint('a')", "a\n"),
+        (f"{TEE}Tee.flush = lambda self: sys.exit(1)\nsys.stdout = Tee(sys.stdout)\nprint('a')", "a\n"),
+        ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer, 'utf-8')\nprint('a')", "a\n"),
+        ("import io, sys\nsys.stdout = io.StringIO()\nprint('a')", ""),
+    ],
+)
+def test_a_right_program_may_put_anything_in_place_of_its_standard_output(program, output):
+    result = run(f"{program}\ndef f(x):\n    return x + 1", "assert f(1) == 2")
+    assert (result.passed, result.output) == (True, output), result
+    assert run(f"{program}\ndef f(x):\n    return x", "assert f(1) == 2").reason == "failed"
 
 
 @pytest.mark.parametrize(
@@ -279,8 +308,14 @@ def test_it_cannot_signal_anybody_outside():
 
 
 def test_limits_are_checked_and_failing_machinery_is_no_failing_sample(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="timeout_s must be > 0: got 0"):
-        execute("", "", timeout_s=0)
+    wrong: list[dict[str, Any]] = [{"timeout_s": 0}, {"timeout_s": math.inf}, {"cpu_s": math.inf}, {"cpu_s": math.nan}]
+    for limit in wrong:
+        [(name, value)] = limit.items()
+        with pytest.raises(ValueError, match=f"{name} must be > 0 and <= 1000000: got {value}"):
+            execute("", "", **limit)
+    with pytest.raises(ValueError, match="memory_bytes must be > 0 and <= "):
+        execute("", "", memory_bytes=1 << 63)
+    assert execute("", "", timeout_s=1_000_000, cpu_s=1_000_000, disk_bytes=1 << 62, max_output_bytes=1 << 62).passed
     monkeypatch.setattr("dllm.evals.execution.CHILD", tmp_path / "nothing.py")
     with pytest.raises(ExecutionError, match="ended with code"):
         run("", "")

@@ -111,6 +111,65 @@ def test_the_page_is_well_formed_and_asks_for_nothing_from_outside(page):
     assert {a["href"][1:] for t, a, _ in elements(page) if t == "a"} <= set(ids)
 
 
+def cut(keep):
+    return lambda text: "".join(text.splitlines(keepends=True)[:keep])
+
+
+def without(*path):
+    def change(text):
+        first, _, rest = text.partition("\n")
+        value = json.loads(first)
+        inner = value
+        for name in path[:-1]:
+            inner = inner[name]
+        del inner[path[-1]]
+        return json.dumps(value) + "\n" + rest
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("samples.jsonl", cut(3), "must hold samples 0 to 5, a line each: got 3 lines"),
+        ("times.jsonl", cut(3), "must hold samples 0 to 5, a line each: got 3 lines"),
+        ("samples.jsonl", lambda text: text[:-9], "line 6: must be JSON"),
+        ("times.jsonl", lambda text: text[:-9], "line 6: must be JSON"),
+        ("samples.jsonl", lambda text: text.replace("word 2", "ward 2"), "sha256 must be the one in result.json"),
+        ("samples.jsonl", without("scores"), "line 1: must have 'scores'"),
+        ("times.jsonl", without("seconds"), "line 1: must have 'seconds'"),
+        ("samples.jsonl", None, "must be there beside result.json"),
+        ("result.json", lambda text: "{}", "must have 'samples_sha256'"),
+        ("run.json", lambda text: "[]", "must be a JSON object: got '\\[\\]'"),
+        ("run.json", lambda text: text[:40], "must be JSON"),
+        ("run.json", lambda text: text.replace('"metric"', '"matric"'), "task: must have 'metric'"),
+        ("run.json", lambda text: text.replace('"num_samples": 6', '"num_samples": "6"'), "'num_samples' must be int: got '6'"),
+        ("replays.json", lambda text: text[:40], "must be JSON"),
+        ("replays.json", lambda text: "[{}]", "replay 0: must have 'prompt'"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_of_a_complete_run_is_named(tmp_path, name, change, message):
+    task = EchoTask(count=6)
+    run_task(task, task.samples(), OracleSystem(), tmp_path / "run", {"model": "m"}, extras=Extras(replays=1))
+    path = tmp_path / "run" / name
+    if change is None:
+        path.unlink()
+    else:
+        before = path.read_text(encoding="utf-8")
+        path.write_text(change(before), encoding="utf-8")
+        assert path.read_text(encoding="utf-8") != before
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}.*{message}"):
+        write_report([tmp_path], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_a_length_setting_that_nobody_knows_is_named_with_its_folder(tmp_path):
+    task = EchoTask("infill", count=3)
+    run_task(task, task.samples(), OracleSystem(), tmp_path / "odd", {"model": "m", "length": ""})
+    with pytest.raises(ValueError, match=r"odd: length must be 'oracle', 'fixed:N' or 'auto': got ''"):
+        write_report([tmp_path], tmp_path / "page.html")
+
+
 def test_the_three_length_settings_stand_side_by_side(folder):
     views = [v for v in load_views([folder]) if v.task["name"] == "echo_infill"]
     assert [v.settings["length"] for v in length_rows(views)] == ["oracle", "fixed:4", "auto"]

@@ -11,7 +11,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm.evals.judge import Judge
-from dllm.evals.run_store import RESULT, SAMPLES, load_run
+from dllm.evals.report_data import load_views
+from dllm.evals.run_store import RESULT, RUN, SAMPLES, load_run
 from dllm.evals.runner import Extras, headline, run_task, sample_seed
 from dllm.evals.systems import ARSystem, DiffusionSystem, fill_length
 from dllm.evals.task import Sample
@@ -240,3 +241,33 @@ def test_a_system_without_denoise_steps_leaves_no_replays(tmp_path):
     run_task(task, task.samples(), ARSystem(ar_model(), max_new_tokens=2), tmp_path, {}, extras=Extras(replays=1))
     assert not (tmp_path / "replays.json").exists()
     assert FakeTokenizer().decode([97]) == "a"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"index": 0}, "must have 'record'"),
+        ({"index": "0", "record": {}, "time": {}}, "'index' must be int: got '0'"),
+        ({"index": 0, "record": {"id": "e/0"}, "time": {}}, "record: must have 'given'"),
+        ([0], "must be a JSON object"),
+        ({"index": 70, "record": None, "time": {}}, "'record' must be dict: got 'None'"),
+    ],
+)
+def test_a_run_with_a_damaged_line_does_not_go_on_and_names_it(tmp_path, line, message):
+    task = EchoTask(count=3)
+    run_task(task, task.samples(), OracleSystem(), tmp_path, {})
+    (tmp_path / RESULT).unlink()
+    shard = tmp_path / "shard-00000.jsonl"
+    shard.write_text(json.dumps(line) + "\n" + shard.read_text(encoding="utf-8"), encoding="utf-8")
+    for use in (lambda: run_task(task, task.samples(), OracleSystem(), tmp_path, {}), lambda: load_views([tmp_path])):
+        with pytest.raises(ValueError, match=f"shard-00000.jsonl, line 1.*{message}"):
+            use()
+
+
+def test_a_damaged_run_file_is_named_when_a_run_goes_on(tmp_path):
+    task = EchoTask(count=3)
+    run_task(task, task.samples(), OracleSystem(), tmp_path, {})
+    for text, message in (("[]", "must be a JSON object"), ('{"format"', "must be JSON")):
+        (tmp_path / RUN).write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"run.json: {message}"):
+            run_task(task, task.samples(), OracleSystem(), tmp_path, {})

@@ -1,6 +1,8 @@
 """Gaps: prefix and suffix apart, the text around them unchanged."""
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +124,14 @@ def test_gaps_are_the_same_for_a_seed_and_independent_of_other_files(folder):
     assert set(ids) < {s.id for s in task.samples(seed=1)}
     limited = [s.id for s in task.samples(limit=3, seed=1)]
     assert len(limited) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems want Unicode file names")
+@pytest.mark.parametrize("unit", ["line", "span"])
+def test_a_file_whose_name_is_no_utf8_is_asked_under_an_escaped_name(unit, folder):
+    (folder / os.fsdecode(b"caf\xe9.txt")).write_text("another file with some words\n" * 3)
+    found = [s.id for s in FilesInfill(unit=unit).samples(folder) if s.id.startswith("caf")]
+    assert found and all(i.startswith("caf\\udce9.txt:") for i in found)
 
 
 def test_context_and_extensions_bound_what_is_shown(folder):

@@ -21,6 +21,7 @@ from dllm.model.adapter import (
     same_base,
 )
 from dllm.model.decoder import Decoder
+from dllm.pipeline import DiffusionLM
 from dllm.types import Attend
 from tests.tiny import MASK, tiny_decoder
 
@@ -234,3 +235,9 @@ def test_a_damaged_config_is_named(tmp_path, text, message):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ValueError, match=f"adapter_config.json.*{message}"):
         AdapterConfig.load(tmp_path)
+
+
+def test_a_family_is_refused_for_an_adapter(tmp_path):
+    config_for(tiny_decoder()).save(tmp_path)
+    with pytest.raises(ValueError, match="family must be None for an adapter.*: got 'zz'"):
+        DiffusionLM.from_pretrained(tmp_path, family="zz")

@@ -56,6 +56,12 @@ def test_ties_at_the_border_are_all_kept():
     assert keep_top_p(tied, 1e-9).isfinite().tolist() == [True, False, False, False]
 
 
+def test_a_top_p_below_the_smallest_number_of_fp32_keeps_the_likeliest_token():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0]])
+    for p in (1e-30, 1e-46):
+        assert keep_top_p(logits, p).isfinite().tolist() == [[False, True, False, True]]
+
+
 def test_banned_ids_lose_their_mass_before_the_filters_see_it():
     logits = torch.tensor([[[5.0, 2.0, 1.0, 0.0]]])
     kept = process_logits(logits, temperature=2.0, top_k=2, banned=torch.tensor([True, False, False, False]))
