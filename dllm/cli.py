@@ -198,7 +198,11 @@ def infill(
         if template:
             if suffix:
                 raise ValueError("SUFFIX must not be given with --template")
-            where: dict[str, Any] = {"template": prefix, "gaps": dict(_gap(item) for item in gap or [])}
+            lengths = [_gap(item) for item in gap or []]
+            names = [name for name, _ in lengths]
+            if len(set(names)) < len(names):
+                raise ValueError(f"--gap must be given once a mark: got {' '.join(gap or [])}")
+            where: dict[str, Any] = {"template": prefix, "gaps": dict(lengths)}
         else:
             if gap:
                 raise ValueError("--gap goes with --template")
@@ -231,7 +235,7 @@ def _gap(item: str) -> tuple[str, Any]:
 def _tokens(value: str, what: str) -> int | str:
     if value == "auto":
         return value
-    if not value.lstrip("-").isdigit():
+    if not (value.isascii() and value.removeprefix("-").isdigit()):
         raise ValueError(f"{what} must be a number of tokens or 'auto': got {value!r}")
     return int(value)
 

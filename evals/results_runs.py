@@ -274,8 +274,6 @@ def command(
 ) -> None:
     """Make the runs that docs/results.md is made from."""
     deadline = time.monotonic() + time_limit
-    # A `timeout` ends it by SIGTERM: what is there should still be packed.
-    signal.signal(signal.SIGTERM, lambda number, frame: (_ for _ in ()).throw(SystemExit(143)))
     versions(commit)
     places = dict(item.split("=", 1) for item in place or [])
     first, _, step = share.partition("/")
@@ -287,12 +285,15 @@ def command(
     choice = Choice(
         data, limit, batch_size, max_new_tokens, fill_tokens, seed, note, scores, allow_code_execution, judge, commit
     )
+    # A `timeout` ends it by SIGTERM: what is there should still be packed.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: (_ for _ in ()).throw(SystemExit(143)))
     try:
         name = "failed.json" if step == "1" else f"failed-{first}.json"
         failures = run_all(entries, choice, Models(device, dtype, places), out, deadline, pack, name)
     finally:
         if pack is not None:
             typer.echo(f"{pack_runs(out, pack)}: {pack.stat().st_size / 2**20:.1f} MiB")
+        signal.signal(signal.SIGTERM, before)
     missing = [e.folder for e in entries if not (out / e.folder / RESULT).is_file()]
     typer.echo(f"{len(entries) - len(missing)} of {len(entries)} runs are there, {failures} failed")
     if failures:

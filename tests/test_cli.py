@@ -89,3 +89,13 @@ def test_training_says_what_an_option_is_where_it_is_not_given(call, command):
         "train-drafter": ["the target's", "the target's hidden size", "known for the shipped target"],
     }
     assert all(f"(default: {words})" in text for words in wanted[command])
+
+
+def test_a_gaps_length_is_a_plain_number_and_given_once(call):
+    assert call("infill", "a {{x}} b", "--template", "--gap", "x=2")[0] == 0
+    for arguments, said in (
+        (["ab", "cd", "--length", "²"], "must be a number of tokens or 'auto': got '²'"),
+        (["a {{x}} b", "--template", "--gap", "x=2", "--gap", "x=3"], "--gap must be given once a mark: got x=2 x=3"),
+    ):
+        code, text = call("infill", *arguments)
+        assert code == 2 and said in text

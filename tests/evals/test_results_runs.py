@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import signal
 import tarfile
 import time
 
@@ -250,3 +251,16 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, option, said):
     app.command()(results_runs.command)
     done = CliRunner().invoke(app, ["--out", str(tmp_path / "o"), "--data", str(tmp_path), option])
     assert done.exit_code == 2 and said in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_command_leaves_the_handlers_of_signals_as_they_were(tmp_path, monkeypatch):
+    seen = []
+
+    def run_all(*_):
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return 0
+
+    monkeypatch.setattr(results_runs, "run_all", run_all)
+    before = signal.getsignal(signal.SIGTERM)
+    results_runs.command(tmp_path / "out", tmp_path, device="cpu", only="gsm8k/00-ar")
+    assert seen != [before] and signal.getsignal(signal.SIGTERM) is before
