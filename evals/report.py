@@ -34,7 +34,7 @@ MAX_DIFFS = 8
 
 
 def write_report(paths: Iterable[Path], out: Path, title: str = "Evaluation") -> tuple[Path, Path]:
-    """Write the page of the runs to `out` and the Markdown beside it; returns both paths.
+    """Write the page of the runs to `out` and the Markdown beside it, in a folder that is made if need be; returns both paths.
 
     Raises ValueError for a path without runs, a damaged run, and an `out` that does not end in .html.
     """
@@ -43,6 +43,7 @@ def write_report(paths: Iterable[Path], out: Path, title: str = "Evaluation") ->
         raise ValueError(f"out must end in .html: got {out}")
     views = load_views(paths)
     pairs = versus_first(views)
+    out.parent.mkdir(parents=True, exist_ok=True)
     text = write_text_atomic(out.with_suffix(".md"), render_markdown(views, title, pairs))
     return write_text_atomic(out, render_html(views, title, pairs)), text
 

@@ -219,6 +219,11 @@ def test_the_files_are_written_together_and_a_wrong_name_is_refused(folder, tmp_
         find_runs([tmp_path])
 
 
+def test_the_folder_of_the_page_is_made(folder, tmp_path):
+    page, text = write_report([folder], tmp_path / "new" / "deep" / "page.html")
+    assert page.is_file() and text.is_file() and {p.name for p in page.parent.iterdir()} == {"page.html", "page.md"}
+
+
 def test_a_run_that_is_not_complete_says_so(tmp_path):
     task = EchoTask(count=4)
     run_task(task, task.samples(), OracleSystem(), tmp_path, {"model": "m"}, rank=0, world=2)
