@@ -5,6 +5,7 @@ import pytest
 from dllm import DiffusionLM, Drafter, load_target
 from dllm.families.loading import CheckpointNotFoundError
 from dllm.shipped import ASSETS, is_shipped, shipped_names
+from dllm.training.base import load_base
 
 
 def open_drafter(name):
@@ -27,6 +28,7 @@ def test_every_folder_of_the_package_is_a_model_or_a_drafter():
         (open_drafter, "smollm2-135m", "is an AR model"),
         (load_target, "smollm2-135m-bd8", "of an AR model: 'smollm2-135m-bd8' is a diffusion LM"),
         (load_target, "smollm2-135m-dflash", "is a drafter"),
+        (load_base, "smollm2-135m-full", "of an AR model: 'smollm2-135m-full' is a diffusion LM"),
     ],
 )  # fmt: skip
 def test_a_name_of_another_kind_is_refused_with_what_opens_it(load, name, message):

@@ -11,6 +11,7 @@ import torch
 from dllm.families.loading import find_folder, load_checkpoint
 from dllm.model.decoder import Decoder
 from dllm.model.weights import smollm2_folder
+from dllm.shipped import is_shipped
 from dllm.types import DecodeSpec
 
 SHIPPED_BASE = "smollm2-135m"
@@ -26,8 +27,11 @@ class Base:
 
 
 def base_source(name: str) -> str | Path:
-    """The folder of a shipped name; any other name is a folder or a hub id and comes back as it is."""
-    return smollm2_folder() if name == SHIPPED_BASE else name
+    """The folder of a shipped name; any other name is a folder or a hub id and comes back as it is.
+
+    Raises ValueError for a shipped name of another kind.
+    """
+    return smollm2_folder() if is_shipped(name, "ar") else name
 
 
 def load_base(name: str, device: str = "auto", dtype: torch.dtype | None = None) -> Base:
