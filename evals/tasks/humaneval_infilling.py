@@ -5,7 +5,7 @@ Dataset: HumanEval-Infilling (Bavarian et al. 2022, arXiv:2207.14255, section 4.
     a span of characters; random_span_light: the same, drawn once a problem.
 Split: test (1,033, 5,815, 1,640 and 164 gaps).
 Prompt: prefix and suffix, apart: a model that is given one joined string cannot know what is missing. White space at the end of the
-    prefix belongs to the gap, the line break behind whole missing lines to the suffix, for that is where tokenizers part them
+    prefix belongs to the gap, the white space behind whole missing lines to the suffix, for that is where tokenizers part them
     (`from_the_word`); the three texts joined are the data set's own.
 Metric: pass@1 of prefix + fill + suffix under the data set's tests; exact_match of the fill besides.
 Source: the data set's own rule, stricter where scores came out too high by mistake. The tests' `check` is called by us, after the
@@ -64,8 +64,7 @@ class HumanEvalInfilling:
     def _sample(self, row: dict[str, Any]) -> Sample:
         prefix, middle = from_the_word(row["prompt"], row["canonical_solution"])
         # Of a span that begins and ends anywhere, nobody but the data set knows that a line break ends it.
-        end = len(middle.rstrip()) if self.config in WHOLE_LINES else len(middle)
-        end = end or len(middle)
+        end = len((middle.rstrip() or middle) if self.config in WHOLE_LINES else middle)
         return Sample(
             id=row["task_id"],
             kind="infill",
