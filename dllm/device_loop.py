@@ -10,6 +10,7 @@ Letters: B rows of the batch, W columns of the canvas (a bucket), S slots of a b
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,23 @@ from dllm.denoise import DenoiseLoop, _trim
 from dllm.denoise_state import banned_tokens, check_step, first_slot
 from dllm.environment import kernels_mode
 from dllm.graphs import Buckets, Captured, Poll, capture, key_bucket, say_once
+from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import use_triton
-from dllm.kernels.denoise_step import MAX_BLOCK, StepBuffers, StepRule, commit_step, plan_step
+from dllm.kernels.denoise_step import (
+    MAX_BLOCK,
+    MAX_BRANCHED,
+    DraftBuffers,
+    StepBuffers,
+    StepRule,
+    commit_step,
+    plan_step,
+)
 from dllm.kernels.noise import counter_uniform
 from dllm.kernels.row_stats import row_stats
 from dllm.model.fast_decoder import FastDecoder, unfit
 from dllm.noise import STREAM_TOKEN, CounterNoise
 from dllm.request import DenoiseRequest, DenoiseResult
+from dllm.samplers.free_dave import FreeDave
 from dllm.samplers.low_confidence import UNLIMITED, LowConfidence
 from dllm.samplers.processors import process_logits
 from dllm.samplers.threshold import Threshold
@@ -59,9 +70,11 @@ def supports(request: DenoiseRequest) -> str | None:
         return "a model without a mask token"
     if request.spec.first_slot == "commit_full_pass":
         return "first_slot commit_full_pass"
-    for name in ("closed_slots", "resize", "logits_processor", "find_stop", "hook"):
+    for name in ("closed_slots", "resize", "logits_processor", "find_stop"):
         if getattr(request, name) is not None:
             return name
+    if request.hook is not None and (reason := _unbranched(request)) is not None:
+        return reason
     if request.cfg_scale > 0:
         return "cfg_scale"
     if request.want_history:
@@ -75,6 +88,28 @@ def supports(request: DenoiseRequest) -> str | None:
     if int(canvas.masked.sum()) != open_slots:
         return "pinned tokens"
     return None
+
+
+def free_dave(request: DenoiseRequest) -> FreeDave | None:
+    """The request's verifier, if it is FreeDave."""
+    hook = request.hook
+    return hook.keywords["rule"] if isinstance(hook, partial) and hook.func is FreeDaveHook else None
+
+
+def _unbranched(request: DenoiseRequest) -> str | None:
+    """Why the request's guide or verifier must run on the host, or None."""
+    rule = free_dave(request)
+    if rule is None:
+        return "hook"
+    if not isinstance(request.cache, BlockCache) or not use_triton(request.canvas.ids):
+        return "FreeDave without the block cache and kernels"
+    if rule.rule != "exact":
+        return f"FreeDave with rule {rule.rule!r}"
+    if rule.draft_steps < 2 or request.spec.first_slot == "commit_store_pass":
+        return "FreeDave without a draft, or behind a pass that only stores"
+    assert isinstance(request.block_length, int), "supports passes whole block lengths only"
+    rows = rule.draft_steps * request.block_length
+    return f"FreeDave with {rows} rows" if rows > MAX_BRANCHED or request.block_length > MAX_BLOCK else None
 
 
 class DeviceStep:
@@ -116,7 +151,11 @@ class DeviceStep:
         )
         self.store = model.new_store(batch, width) if request.cache.uses_store else None
         sample = model.embed(request.canvas.ids[:1, :1])
-        self.hidden = torch.zeros(batch, width + 1, sample.shape[-1], dtype=sample.dtype, device=device)
+        self.verifier = free_dave(request)
+        drafts = 1 if self.verifier is None else self.verifier.draft_steps
+        # Behind the bin column stand the rows of the branches.
+        columns = width + 1 + (drafts - 1) * self.block_length
+        self.hidden = torch.zeros(batch, columns, sample.shape[-1], dtype=sample.dtype, device=device)
         self.columns = torch.arange(self.block_length, device=device)
         self.decode_steps, self.limit, self.seeds = column(), column(), column()
         self.log_confidence = column(torch.float32)
@@ -137,7 +176,11 @@ class DeviceStep:
             threshold=getattr(self.sampler, "threshold", None),
             k=getattr(self.sampler, "k", 1),
             unlimited=UNLIMITED,
+            shift=self.state.shift,
+            draft_steps=drafts,
+            tokens_per_step=1 if self.verifier is None else self.verifier.tokens_per_step,
         )
+        self.draft = None if self.verifier is None else self._new_draft(batch, drafts)
         state = {name: getattr(self.state, name) for name in STATE_COLUMNS if name != "forwards"}
         counts = {name: getattr(self, name) for name in COUNTERS}
         self.buffers = StepBuffers(
@@ -147,8 +190,21 @@ class DeviceStep:
         )  # fmt: skip
         self.fused = use_triton(self.wide["canvas"]) and isinstance(self.cache, BlockCache)
         self.fused = self.fused and self.block_length <= MAX_BLOCK
+        if self.draft is not None:
+            # The tensor operations know no branches; ``supports`` passes them with kernels only.
+            self.fused = True
         # Nothing is active yet, so that the runs before the capture change nothing that counts.
         self.captured: Captured = capture(self.step, device, owned=(model,), name="denoise step")
+
+    def _new_draft(self, batch: int, drafts: int) -> DraftBuffers:
+        device, slots = self.device, self.block_length
+        return DraftBuffers(
+            reveal=torch.full((batch, slots), drafts, dtype=torch.int32, device=device),
+            guess=torch.zeros(batch, slots, dtype=torch.int64, device=device),
+            branches=torch.zeros(batch, dtype=torch.int32, device=device),
+            accepts=torch.zeros(batch, self.width + 1, dtype=torch.int32, device=device),
+            verified=torch.zeros(batch, dtype=torch.int64, device=device),
+        )
 
     def load(self, loop: DenoiseLoop) -> None:
         """Copy a loop's state after its first forward; mutates every buffer."""
@@ -171,8 +227,25 @@ class DeviceStep:
         self.hidden[:, :width] = loop.hidden[:, :width]
         for name in COUNTERS:
             getattr(self, name).zero_()
+        if self.draft is not None:
+            self._load_draft(self.draft, loop)
         self.status.copy_(self.state.active)
         self.poll.reset()
+
+    def _load_draft(self, draft: DraftBuffers, loop: DenoiseLoop) -> None:
+        """What the first forward drafted, if it decoded rows (those without anything to prefill)."""
+        hook = loop.hook
+        assert isinstance(hook, FreeDaveHook), "only FreeDave drafts on the device"
+        draft.branches.zero_()
+        draft.verified.zero_()
+        if hook.lo is None:
+            return
+        slots = (self.state.lo[:, None] + self.columns).clamp(max=loop.state.canvas.shape[1] - 1)
+        shown = hook.reveal.gather(2, slots[:, None].expand(-1, hook.reveal.shape[1], -1))
+        # Branches are nested: the first that reveals a slot is the number of those that do not, plus one.
+        draft.reveal.copy_((~shown).sum(1) + 1)
+        draft.guess.copy_(hook.draft.gather(1, slots))
+        draft.branches.copy_((hook.exists & (hook.lo == loop.state.lo)[:, None]).sum(1))
 
     def run(self, steps_per_poll: int = STEPS_PER_POLL) -> None:
         """Replay steps until the flag says that no row is active; what runs after that changes nothing."""
@@ -194,6 +267,8 @@ class DeviceStep:
         numbers = torch.stack([self.nfe, self.positions, self.useful, self.stopped.long()]).tolist()
         canvas = self.state.canvas[:, : loop.state.canvas.shape[1]].tolist()
         log_confidence = self.log_confidence.tolist()
+        if self.draft is not None:
+            self._unload_accepts(self.draft, loop)
         # All rows begin together and leave for good, so the longest row was in every forward.
         loop.stats.nfe += max(numbers[0])
         elapsed = loop._now() - loop.started - loop.stats.prefill_s
@@ -207,6 +282,14 @@ class DeviceStep:
             row.stats.prefill_s, row.stats.decode_s = loop.stats.prefill_s, elapsed
             loop.results[row.index] = canvas[b]
             loop.final_log_confidence[row.index] = log_confidence[b]
+
+    def _unload_accepts(self, draft: DraftBuffers, loop: DenoiseLoop) -> None:
+        verified, accepts = draft.verified.tolist(), draft.accepts.tolist()
+        for step in range(max(verified)):
+            for b, row in enumerate(loop.rows):
+                if step < verified[b]:
+                    row.stats.accept_lengths.append(accepts[b][step])
+                    loop.stats.accept_lengths.append(accepts[b][step])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -222,16 +305,20 @@ class DeviceStep:
 
     def _fused_step(self) -> None:
         """The same step with its bookkeeping in two launches."""
-        plan = plan_step(self.buffers, self.rule)
+        plan = plan_step(self.buffers, self.rule, self.draft)
         embeds = self.model.embed(plan.ids, plan.masked, self.spec.mask_token_id)
         hidden = self.model(
             None, plan.position, self.store, plan.attend, embeds=embeds, rows=plan.rows, write=plan.write
         )
         self.hidden.scatter_(1, spread(plan.target, hidden), hidden)
         slots = (self.state.lo[:, None] + self.columns).clamp(max=self.width - 1)
-        laws = self._laws((slots - self.state.shift).clamp(min=0), slots)
+        source = (slots - self.state.shift).clamp(min=0)
+        if self.draft is not None:
+            # Greedy only, so nothing asks for the slots.
+            source, slots = plan.source, plan.rows
+        laws = self._laws(source, slots)
         assert laws.log_total is not None, "row_stats must give log_total"
-        commit_step(self.buffers, self.rule, laws.token, laws.confidence, laws.log_total)
+        commit_step(self.buffers, self.rule, laws.token, laws.confidence, laws.log_total, self.draft)
 
     def _forward(self, plan: Plan) -> None:
         state, width = self.state, self.width
@@ -429,7 +516,7 @@ def _step_for(model: Any, request: DenoiseRequest, batch: int, steps: Steps) -> 
     key = (
         (batch, width, request.block_length, len(request.eos_token_ids), request.canvas.ids.device),
         (request.spec, request.cache, request.sampler, request.max_denoising_steps is not None),
-        (request.temperature, request.top_k, request.top_p, request.min_p, kernels_mode()),
+        (request.temperature, request.top_k, request.top_p, request.min_p, kernels_mode(), free_dave(request)),
         hash(weights),
     )
     return steps.get(key, lambda: DeviceStep(model, request, batch, width))

@@ -4,11 +4,17 @@
                   attention rules, the store's readable keys and what will be stored; counts forwards and positions
     commit_step   the sampler's rule, the commit, faults, the stop token, the row's end and the opening of its next block
 
-Truth: the tensor operations of ``dllm/device_loop.py`` (the sampler's and the cache's own files among them), which run off CUDA; a
-test runs both from the same states. One program a row; nothing is read back. Bytes moved: plan_step about 10 a column of the canvas,
-commit_step a few hundred a row; the limit is the launch, of which the tensor operations need about 120.
+With FreeDave (``samplers/free_dave.py``) the rows that hold the finished block in a block's first step hold branches of the open block in
+the later ones, so that two branches' worth of steps costs no row more; the commit goes on through the branches that turn out true, and
+drafts the next ones.
 
-Letters: B rows of the batch, W columns of the canvas, S slots of a block, Q = 2 S rows of the forward.
+Truth: the tensor operations of ``dllm/device_loop.py`` (the sampler's and the cache's own files among them), which run off CUDA; a
+test runs both from the same states (with branches, ``dllm/denoise.py`` itself). One program a row; nothing is read back. Bytes moved:
+plan_step about 10 a column of the canvas, commit_step a few hundred a row; the limit is the launch, of which the tensor operations need
+about 120.
+
+Letters: B rows of the batch, W columns of the canvas, S slots of a block, K draft steps of FreeDave (1: none), Q = max(2, K) S rows of
+the forward.
 """
 
 # Kernels take pointers and constants that have no Python type.
@@ -26,6 +32,8 @@ from dllm.types import PADDING_GROUP, Attend
 
 MAX_BLOCK = 128
 """Longest block: the ranking compares all pairs of its slots."""
+MAX_BRANCHED = 256
+"""Rows of a forward with branches: the plan compares all pairs of them."""
 FAULTS = 3
 """Rows of ``StepBuffers.fault``: logits that are not finite, a banned token, nothing committed."""
 
@@ -67,11 +75,27 @@ class StepBuffers:
     banned: Tensor
 
 
+@dataclass(eq=False)
+class DraftBuffers:
+    """What FreeDave knows of the next step; mutated in place.
+
+    reveal int32 [B, S]: the first branch that reveals a slot, K where none does; guess int64 [B, S]: with what; branches int32 [B]: how
+    many there are; accepts int32 [B, W + 1]: tokens that each step committed, of which there were ``verified`` int64 [B].
+    """
+
+    reveal: Tensor
+    guess: Tensor
+    branches: Tensor
+    accepts: Tensor
+    verified: Tensor
+
+
 @dataclass(frozen=True)
 class StepRule:
     """What does not change in a call. block_length S; store_pass: a block's first token comes from the pass that stores the block before;
     commit_first: a first slot whose law is settled goes first; grouped: blocks have attention groups of their own, from first_group on.
-    threshold: commit from this probability on, and at least the quota; None: the quota alone, k without a step limit."""
+    threshold: commit from this probability on, and at least the quota; None: the quota alone, k without a step limit. shift: slot i is
+    predicted by row i - shift. draft_steps K and tokens_per_step of FreeDave."""
 
     block_length: int
     store_pass: bool
@@ -81,16 +105,26 @@ class StepRule:
     threshold: float | None
     k: int
     unlimited: int
+    shift: int = 0
+    draft_steps: int = 1
+    tokens_per_step: int = 1
+
+    @property
+    def queries(self) -> int:
+        """Rows of a forward."""
+        return max(2, self.draft_steps) * self.block_length
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """rows (clamped to the canvas), target (W where not valid), ids, position [B, Q] int64; masked, valid, write [B, Q] bool; attend."""
+    """rows (clamped to the canvas), target (W where not valid, W + 1 on for branches), ids, position, source [B, Q] int64; masked, valid,
+    write [B, Q] bool; attend. source: columns, counted as target, of the laws' rows, S for the open block and S for each branch."""
 
     rows: Tensor
     target: Tensor
     ids: Tensor
     position: Tensor
+    source: Tensor
     masked: Tensor
     valid: Tensor
     write: Tensor
@@ -113,6 +147,9 @@ def _plan_kernel(
     active_ptr,
     nfe_ptr,
     positions_ptr,
+    reveal_ptr,
+    guess_ptr,
+    branches_ptr,
     long_ptr,
     flag_ptr,
     query_ptr,
@@ -122,13 +159,16 @@ def _plan_kernel(
     numel,
     STORE_PASS: tl.constexpr,
     PADDING: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    SHIFT: tl.constexpr,
     QUERIES: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """long_ptr int64 [4, B, Q]: rows, target, ids, position; flag_ptr uint8 [3, B, Q]: masked, valid, write; query_ptr int32 [2, B, Q]:
-    group, low; numel = B * Q."""
+    """long_ptr int64 [5, B, Q]: rows, target, ids, position, source; flag_ptr uint8 [3, B, Q]: masked, valid, write; query_ptr int32
+    [2, B, Q]: group, low; numel = B * Q."""
     b = tl.program_id(0).to(tl.int64)
     wide = b * (width + 1)
     lo = tl.load(lo_ptr + b)
@@ -146,18 +186,37 @@ def _plan_kernel(
 
     query = tl.arange(0, BLOCK_Q)
     inside = query < QUERIES
-    row = start + query
-    valid = (row < stop) & inside
+    # In a block's first step the rows are those of two blocks; afterwards of the open one, and of it again in each branch.
+    drafting = (step != 0).to(tl.int32)
+    branch = query // SLOTS * drafting if BRANCHES > 0 else query * 0
+    held = tl.load(branches_ptr + b) if BRANCHES > 0 else 0
+    offset = query - branch * SLOTS
+    row = start + offset
+    valid = (row < stop) & (branch <= held) & inside
     write = valid & (row < row_lo)
     place = tl.minimum(row, width - 1)
     group = tl.load(group_ptr + wide + place, mask=inside, other=0)
     low = tl.load(low_ptr + b * width + place, mask=inside, other=0)
+    ids = tl.load(canvas_ptr + wide + place, mask=inside, other=0)
+    masked = tl.load(masked_ptr + wide + place, mask=inside, other=0)
+    target = tl.where(valid, row, width)
     at = b * QUERIES + query
+    if BRANCHES > 0:
+        slot = row - lo
+        known = valid & (slot >= 0) & (slot < SLOTS) & (branch > 0)
+        shown = tl.load(reveal_ptr + b * SLOTS + slot, mask=known, other=BRANCHES + 1) <= branch
+        ids = tl.where(shown, tl.load(guess_ptr + b * SLOTS + slot, mask=known & shown, other=0), ids)
+        masked = tl.where(shown, 0, masked)
+        target = tl.where(valid & (branch > 0), width + 1 + (branch - 1) * SLOTS + offset, target)
+        # A row before the block is the same in every branch.
+        read = tl.maximum(tl.minimum(lo + query % SLOTS, width - 1) - SHIFT, 0)
+        own = width + 1 + (query // SLOTS - 1) * SLOTS + tl.minimum(read - row_lo, SLOTS - 1)
+        tl.store(long_ptr + 4 * numel + at, tl.where((query >= SLOTS) & (read >= row_lo), own, read), mask=inside)
     tl.store(long_ptr + at, place, mask=inside)
-    tl.store(long_ptr + numel + at, tl.where(valid, row, width), mask=inside)
-    tl.store(long_ptr + 2 * numel + at, tl.load(canvas_ptr + wide + place, mask=inside, other=0), mask=inside)
+    tl.store(long_ptr + numel + at, target, mask=inside)
+    tl.store(long_ptr + 2 * numel + at, ids, mask=inside)
     tl.store(long_ptr + 3 * numel + at, tl.load(position_ptr + b * width + place, mask=inside, other=0), mask=inside)
-    tl.store(flag_ptr + at, tl.load(masked_ptr + wide + place, mask=inside, other=0), mask=inside)
+    tl.store(flag_ptr + at, masked, mask=inside)
     tl.store(flag_ptr + numel + at, valid.to(tl.uint8), mask=inside)
     tl.store(flag_ptr + 2 * numel + at, write.to(tl.uint8), mask=inside)
     tl.store(query_ptr + at, group, mask=inside)
@@ -166,10 +225,12 @@ def _plan_kernel(
     # Rule 2: bit j of word w says whether a row sees new row 64 w + j. A padded row sees itself, so that its softmax stays finite.
     for word in tl.static_range(0, WORDS):
         other = word * 64 + tl.arange(0, 64)
-        other_row = start + other
-        other_valid = (other_row < stop) & (other < QUERIES)
+        other_branch = other // SLOTS * drafting if BRANCHES > 0 else other * 0
+        other_row = start + other - other_branch * SLOTS
+        other_valid = (other_row < stop) & (other_branch <= held) & (other < QUERIES)
         key = tl.load(group_ptr + wide + tl.minimum(other_row, width - 1), mask=other_valid, other=PADDING)
         seen = (key[None, :] >= low[:, None]) & (key[None, :] <= group[:, None]) & (key < PADDING)[None, :]
+        seen = seen & (branch[:, None] == other_branch[None, :])
         seen = seen | (query[:, None] == other[None, :])
         bit = seen.to(tl.int64) << tl.arange(0, 64).to(tl.int64)[None, :]
         tl.store(bits_ptr + at * WORDS + word, tl.sum(bit, axis=1), mask=inside)
@@ -188,6 +249,8 @@ def _plan_kernel(
         tl.store(stored_ptr + wide + column, (stored | new).to(tl.uint8), mask=real)
 
     computed = tl.maximum(stop - start, 0)
+    if BRANCHES > 0:
+        computed = computed * (1 + held * drafting)
     tl.store(nfe_ptr + b, tl.load(nfe_ptr + b) + (computed > 0).to(tl.int64))
     tl.store(positions_ptr + b, tl.load(positions_ptr + b) + computed)
 
@@ -198,6 +261,26 @@ def _is_stop(tokens, eos_ptr, NUM_EOS: tl.constexpr):
     for e in tl.static_range(0, NUM_EOS):
         found = found | (tokens == tl.load(eos_ptr + e))
     return found
+
+
+@jit
+def _settled_first(confidence, real, slot, lo, row_lo, COMMIT_FIRST: tl.constexpr):
+    """What slots are ranked by: a first slot whose law cannot change any more goes first."""
+    rank_by = confidence
+    if COMMIT_FIRST:
+        surest = tl.max(tl.where(real, confidence, float("-inf")), axis=0)
+        rank_by = tl.where(slot == tl.where(row_lo == lo, lo, -1), surest, confidence)
+    return rank_by
+
+
+@jit
+def _rank(score, i, BLOCK_S: tl.constexpr):
+    """The number of slots that go before each; ties to the lowest slot."""
+    # Pairs [other, this].
+    this = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[None, :]
+    other = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[:, None]
+    before = (other > this) | ((other == this) & (i[:, None] < i[None, :]))
+    return tl.sum(before.to(tl.int32), axis=0)
 
 
 @jit
@@ -226,6 +309,11 @@ def _commit_kernel(
     status_ptr,
     eos_ptr,
     banned_ptr,
+    reveal_ptr,
+    guess_ptr,
+    branches_ptr,
+    accepts_ptr,
+    verified_ptr,
     width,
     batch,
     threshold,
@@ -238,6 +326,8 @@ def _commit_kernel(
     THRESHOLD: tl.constexpr,
     NUM_EOS: tl.constexpr,
     SLOTS: tl.constexpr,
+    BRANCHES: tl.constexpr,
+    TOKENS_PER_STEP: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -252,9 +342,10 @@ def _commit_kernel(
     real = i < SLOTS
     slot = lo + i
     inside = (slot < hi) & real
-    token = tl.load(token_ptr + b * SLOTS + i, mask=real, other=0)
-    confidence = tl.load(confidence_ptr + b * SLOTS + i, mask=real, other=0.0)
-    log_total = tl.load(log_total_ptr + b * SLOTS + i, mask=real, other=0.0)
+    law = b * (BRANCHES + 1) * SLOTS + i
+    token = tl.load(token_ptr + law, mask=real, other=0)
+    confidence = tl.load(confidence_ptr + law, mask=real, other=0.0)
+    log_total = tl.load(log_total_ptr + law, mask=real, other=0.0)
     canvas = tl.load(canvas_ptr + wide + slot, mask=inside, other=0)
     masked = (tl.load(masked_ptr + wide + slot, mask=inside, other=0) != 0) & inside
 
@@ -264,16 +355,8 @@ def _commit_kernel(
     storing = (step == 0) & (lo == row_lo) & (lo > 0)
     if STORE_PASS:
         offered = offered & (slot < tl.where(storing, lo + 1, hi))
-    rank_by = confidence
-    if COMMIT_FIRST:
-        surest = tl.max(tl.where(real, confidence, float("-inf")), axis=0)
-        rank_by = tl.where(slot == tl.where(row_lo == lo, lo, -1), surest, confidence)
-    score = tl.where(offered, rank_by, float("-inf"))
-    # The rank of slot i is the number of slots that go before it; ties to the lowest slot. Pairs [other, this].
-    this = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[None, :]
-    other = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[:, None]
-    before = (other > this) | ((other == this) & (i[:, None] < i[None, :]))
-    rank = tl.sum(before.to(tl.int32), axis=0)
+    rank_by = _settled_first(confidence, real, slot, lo, row_lo, COMMIT_FIRST)
+    rank = _rank(tl.where(offered, rank_by, float("-inf")), i, BLOCK_S)
     count = tl.sum(offered.to(tl.int32), axis=0).to(tl.int64)
     if THRESHOLD:
         left = tl.maximum(limit - step, 1)
@@ -290,15 +373,68 @@ def _commit_kernel(
         everything = everything | storing
     transfer = transfer | (offered & (i < tl.where(everything, BLOCK_S, 0)))
     tokens = tl.where(transfer, token, canvas)
-    sure = tl.where(transfer, tl.log(tl.maximum(confidence, 1e-30)), 0.0)
-    tl.store(log_confidence_ptr + b, tl.load(log_confidence_ptr + b) + tl.sum(sure, axis=0))
-    tl.store(canvas_ptr + wide + slot, token, mask=transfer)
+    sure = tl.sum(tl.where(transfer, tl.log(tl.maximum(confidence, 1e-30)), 0.0), axis=0)
+    steps = decode.to(tl.int64)
+    if BRANCHES > 0:
+        # The state after a step is a branch, or it is not; if it is, its laws are known and it takes the next step.
+        held = tl.load(branches_ptr + b) * (step != 0).to(tl.int32) * decode.to(tl.int32)
+        reveal = tl.load(reveal_ptr + b * SLOTS + i, mask=real, other=BRANCHES + 1)
+        guess = tl.load(guess_ptr + b * SLOTS + i, mask=real, other=0)
+        still_open = (masked & (tl.where(transfer, 0, 1) != 0)).to(tl.int32)
+        was_open = masked.to(tl.int32)
+        going = held * 0 + 1
+        for _ in range(BRANCHES):
+            done = tl.sum(was_open - still_open, axis=0)
+            number = done // TOKENS_PER_STEP
+            shown = tl.where(reveal <= number, was_open, 0)
+            differs = (shown != was_open - still_open) | ((shown != 0) & (guess != tokens))
+            differs = tl.max(tl.where(differs, was_open, 0), axis=0)
+            ended = _is_stop(tokens, eos_ptr, NUM_EOS) & inside
+            stop = tl.min(tl.where(ended, tl.where(still_open != 0, width, slot), width), axis=0)
+            rest = (still_open != 0) & (slot < stop)
+            more = tl.max(rest.to(tl.int32), axis=0)
+            exact = (number * TOKENS_PER_STEP == done) & (number >= 1) & (number <= held)
+            going = going * (1 - differs) * more * exact.to(tl.int32)
+            here = law + going * number * SLOTS
+            branch_token = tl.load(token_ptr + here, mask=real, other=0)
+            branch_confidence = tl.load(confidence_ptr + here, mask=real, other=0.0)
+            token = tl.where(going != 0, branch_token, token)
+            confidence = tl.where(going != 0, branch_confidence, confidence)
+            rank_by = _settled_first(confidence, real, slot, lo, row_lo, COMMIT_FIRST)
+            rank = _rank(tl.where(rest, rank_by, float("-inf")), i, BLOCK_S)
+            chosen = rank < (1 if THRESHOLD else k)
+            if THRESHOLD:
+                chosen = chosen | (rank_by >= threshold)
+            chosen = chosen & (slot < tl.where(going != 0, stop, 0)) & (still_open != 0)
+            tokens = tl.where(chosen, token, tokens)
+            sure += tl.sum(tl.where(chosen, tl.log(tl.maximum(confidence, 1e-30)), 0.0), axis=0)
+            still_open = tl.where(chosen, 0, still_open)
+            steps += going.to(tl.int64)
+        transfer = masked & (still_open == 0)
+        ended = _is_stop(tokens, eos_ptr, NUM_EOS) & inside
+        stop = tl.min(tl.where(ended, tl.where(still_open != 0, width, slot), width), axis=0)
+        rest = (still_open != 0) & (slot < tl.where(decode, stop, 0))
+        rank_by = _settled_first(confidence, real, slot, lo, row_lo, COMMIT_FIRST)
+        rank = _rank(tl.where(rest, rank_by, float("-inf")), i, BLOCK_S)
+        left = tl.sum(rest.to(tl.int32), axis=0)
+        reveal = tl.minimum(tl.where(rest, rank // TOKENS_PER_STEP + 1, BRANCHES + 1), BRANCHES + 1)
+        tl.store(reveal_ptr + b * SLOTS + i, reveal, mask=real)
+        tl.store(guess_ptr + b * SLOTS + i, token, mask=real)
+        # A branch that would reveal everything is none.
+        tl.store(branches_ptr + b, tl.minimum(tl.maximum(left - 1, 0) // TOKENS_PER_STEP, BRANCHES))
+        verified = tl.load(verified_ptr + b)
+        committed = tl.sum(was_open - still_open, axis=0)
+        place = tl.where(decode, verified, width)
+        tl.store(accepts_ptr + wide + place, committed)
+        tl.store(verified_ptr + b, verified + decode.to(tl.int64))
+    tl.store(log_confidence_ptr + b, tl.load(log_confidence_ptr + b) + sure)
+    tl.store(canvas_ptr + wide + slot, tokens, mask=transfer)
     tl.store(masked_ptr + wide + slot, tl.zeros([BLOCK_S], tl.uint8), mask=transfer)
 
     # A NaN compares false, so it is not finite either.
     finite = (log_total < float("inf")) & (log_total > float("-inf"))
     broken = (tl.max(tl.where(finite, 0, inside.to(tl.int32)), axis=0) != 0) & decode
-    banned = tl.load(banned_ptr + token, mask=transfer, other=0) != 0
+    banned = tl.load(banned_ptr + tokens, mask=transfer, other=0) != 0
     illegal = tl.max((banned & transfer).to(tl.int32), axis=0) != 0
     given = tl.max(transfer.to(tl.int32), axis=0)
     idle = (count > 0) & (given == 0) & (limit >= unlimited)
@@ -326,7 +462,7 @@ def _commit_kernel(
     tl.store(active_ptr + b, active.to(tl.uint8))
     at_fault = fault | (tl.load(status_ptr + b) == 2)
     tl.store(status_ptr + b, tl.where(at_fault, 2, active))
-    tl.store(decode_steps_ptr + b, tl.load(decode_steps_ptr + b) + decode.to(tl.int64))
+    tl.store(decode_steps_ptr + b, tl.load(decode_steps_ptr + b) + steps)
     tl.store(prev_lo_ptr + b, tl.where(decode, row_lo, tl.load(prev_lo_ptr + b)))
 
     # A new block starts where the last one ended, so its first row is its first slot.
@@ -337,7 +473,7 @@ def _commit_kernel(
     tl.store(row_lo_ptr + b, tl.where(opens, hi, row_lo))
     tl.store(hi_ptr + b, new_hi)
     tl.store(block_ptr + b, block)
-    tl.store(step_ptr + b, tl.where(opens, 0, step + decode.to(tl.int64)))
+    tl.store(step_ptr + b, tl.where(opens, 0, step + steps))
     if GROUPED:
         fresh = new_lo + i
         number = (first_group + block).to(tl.int32)
@@ -345,13 +481,16 @@ def _commit_kernel(
         tl.store(group_ptr + wide + fresh, tl.zeros([BLOCK_S], tl.int32) + number, mask=new)
 
 
-def plan_step(buffers: StepBuffers, rule: StepRule) -> PlannedStep:
-    """Launch the plan: mutates buffers.stored, nfe and positions; the rest of the result is new. CUDA or the interpreter only."""
-    state = buffers
+def plan_step(buffers: StepBuffers, rule: StepRule, draft: DraftBuffers | None = None) -> PlannedStep:
+    """Launch the plan: mutates buffers.stored, nfe and positions; the rest of the result is new. CUDA or the interpreter only.
+
+    draft: what the last commit drafted, where rule.draft_steps > 1; without it source has no meaning.
+    """
+    state, (reveal, guess, branches) = buffers, _branched(rule, draft)
     require_launchable(state.canvas, "canvas")
-    batch, width, queries, device = *_sizes(state), 2 * rule.block_length, state.canvas.device
+    batch, width, queries, device = *_sizes(state), rule.queries, state.canvas.device
     words = ceil_div(queries, 64)
-    long = torch.empty(4, batch, queries, dtype=torch.int64, device=device)
+    long = torch.empty(5, batch, queries, dtype=torch.int64, device=device)
     flag = torch.empty(3, batch, queries, dtype=torch.bool, device=device)
     query = torch.empty(2, batch, queries, dtype=torch.int32, device=device)
     bits = torch.empty(batch, queries, words, dtype=torch.int64, device=device)
@@ -359,33 +498,57 @@ def plan_step(buffers: StepBuffers, rule: StepRule) -> PlannedStep:
     _plan_kernel[(batch,)](
         state.canvas, _bytes(state.masked), _bytes(state.stored), state.group, state.low, state.position,
         state.lo, state.hi, state.row_lo, state.prev_lo, state.step, _bytes(state.active), state.nfe, state.positions,
-        long, _bytes(flag), query, bits, key_group, width, batch * queries,
-        STORE_PASS=rule.store_pass, PADDING=PADDING_GROUP, QUERIES=queries, WORDS=words,
+        reveal, guess, branches, long, _bytes(flag), query, bits, key_group, width, batch * queries,
+        STORE_PASS=rule.store_pass, PADDING=PADDING_GROUP, SLOTS=rule.block_length, BRANCHES=rule.draft_steps - 1,
+        SHIFT=rule.shift, QUERIES=queries, WORDS=words,
         BLOCK_Q=next_power_of_2(queries), BLOCK_W=1024, num_warps=4 if queries <= 64 else 8,
     )  # fmt: skip
     attend = Attend(key_group, query[1], query[0], bits)
-    return PlannedStep(long[0], long[1], long[2], long[3], flag[0], flag[1], flag[2], attend)
+    return PlannedStep(long[0], long[1], long[2], long[3], long[4], flag[0], flag[1], flag[2], attend)
 
 
-def commit_step(buffers: StepBuffers, rule: StepRule, token: Tensor, confidence: Tensor, log_total: Tensor) -> None:
-    """Launch the decision for the laws of the open blocks' S slots: token int64, confidence, log_total fp32 [B, S]. Mutates buffers."""
-    state = buffers
+def commit_step(
+    buffers: StepBuffers,
+    rule: StepRule,
+    token: Tensor,
+    confidence: Tensor,
+    log_total: Tensor,
+    draft: DraftBuffers | None = None,
+) -> None:
+    """Launch the decision for the laws of the open blocks' S slots: token int64, confidence, log_total fp32 [B, K S], K of them a branch
+    each. Mutates buffers and draft. With branches there is no step limit, and no pass that only stores."""
+    state, (reveal, guess, branches) = buffers, _branched(rule, draft)
+    accepts, verified = (state.canvas, state.lo) if draft is None else (draft.accepts, draft.verified)
     require_launchable(state.canvas, "canvas")
     (batch, width), slots = _sizes(state), rule.block_length
     if not 1 <= slots <= MAX_BLOCK:
         raise ValueError(f"block_length must be in 1..{MAX_BLOCK}: got {slots}")
     for name, value in (("token", token), ("confidence", confidence), ("log_total", log_total)):
-        if value.shape != (batch, slots):
-            raise ValueError(f"{name} must be [{batch}, {slots}]: got {list(value.shape)}")
+        if value.shape != (batch, rule.draft_steps * slots):
+            raise ValueError(f"{name} must be [{batch}, {rule.draft_steps * slots}]: got {list(value.shape)}")
     _commit_kernel[(batch,)](
         token.contiguous(), confidence.contiguous(), log_total.contiguous(),
         state.canvas, _bytes(state.masked), state.group, state.lo, state.hi, state.row_lo, state.prev_lo, state.begin, state.end,
         state.step, state.block, state.decode_steps, state.limit, state.useful, state.log_confidence, _bytes(state.active),
         _bytes(state.stopped), _bytes(state.fault), state.status, state.eos, _bytes(state.banned),
+        reveal, guess, branches, accepts, verified,
         width, batch, 0.0 if rule.threshold is None else float(rule.threshold), rule.k, rule.unlimited, rule.first_group,
         STORE_PASS=rule.store_pass, COMMIT_FIRST=rule.commit_first, GROUPED=rule.grouped, THRESHOLD=rule.threshold is not None,
-        NUM_EOS=state.eos.numel(), SLOTS=slots, BLOCK_S=max(2, next_power_of_2(slots)), num_warps=4 if slots > 32 else 1,
+        NUM_EOS=state.eos.numel(), SLOTS=slots, BRANCHES=rule.draft_steps - 1, TOKENS_PER_STEP=rule.tokens_per_step,
+        BLOCK_S=max(2, next_power_of_2(slots)), num_warps=4 if slots > 32 else 1,
     )  # fmt: skip
+
+
+def _branched(rule: StepRule, draft: DraftBuffers | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if (draft is None) != (rule.draft_steps == 1):
+        raise ValueError(
+            f"draft must be given if and only if draft_steps is above 1: got draft_steps {rule.draft_steps}"
+        )
+    if rule.draft_steps > 1 and (rule.store_pass or rule.queries > MAX_BRANCHED):
+        raise ValueError(
+            f"draft_steps must need no store pass and at most {MAX_BRANCHED} rows: got {rule.queries} rows"
+        )
+    return (None, None, None) if draft is None else (draft.reveal, draft.guess, draft.branches)
 
 
 def _sizes(state: StepBuffers) -> tuple[int, int]:

@@ -19,12 +19,17 @@ from dllm.canvas import generation_canvas, infill_canvas
 from dllm.denoise import DenoiseLoop, denoise
 from dllm.device_loop import DeviceStep, Engine, begin, denoise_on_device, supports
 from dllm.graphs import Buckets
+from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import interpreted
+from dllm.model.decoder import Decoder
 from dllm.model.fast_decoder import FastDecoder
 from dllm.noise import CounterNoise
+from dllm.registry import hook_starter
 from dllm.request import DenoiseRequest, DenoiseResult
 from dllm.samplers.entropy import Entropy
+from dllm.samplers.free_dave import FreeDave
 from dllm.samplers.low_confidence import LowConfidence
+from dllm.samplers.s2d2 import S2D2
 from dllm.samplers.threshold import Threshold
 from tests.tiny import EOS, loop_request, prompt, tiny_decoder, tiny_spec
 
@@ -103,11 +108,11 @@ def test_the_fast_decoder_in_the_device_loop_gives_the_plain_loops_tokens(first,
         same(denoise_on_device(FastDecoder(MODEL), request, steps_per_poll=2), denoise(MODEL, request))
 
 
-def fused_result(request: DenoiseRequest) -> DenoiseResult:
+def fused_result(request: DenoiseRequest, model: Decoder = MODEL) -> DenoiseResult:
     """The loop with its bookkeeping in the kernels, under Triton's interpreter."""
-    loop = DenoiseLoop(MODEL, request)
+    loop = DenoiseLoop(model, request)
     begin(loop)
-    step = DeviceStep(MODEL, request, len(loop.rows), 32)
+    step = DeviceStep(model, request, len(loop.rows), 32)
     step.fused = True
     step.load(loop)
     step.run(steps_per_poll=1)
@@ -131,6 +136,87 @@ def test_bookkeeping_in_two_launches_equals_the_tensor_operations(sampler, first
         eos_token_ids=(EOS, 20, 30),
     )
     same(fused_result(request), denoise(MODEL, request))
+
+
+def calm_decoder() -> Decoder:
+    """A tiny decoder whose later predictions are mostly those of before, so that branches come true."""
+    model = tiny_decoder()
+    for layer in model.layers:
+        out: Any = layer.get_submodule("attention.out")
+        out.weight.mul_(0.1)
+    return model
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("first", ["free", "commit_first"])
+@pytest.mark.parametrize(
+    ("sampler", "rule", "origin", "block_length", "shift"),
+    [
+        (Threshold(2.0), FreeDave(2), "prompt", 8, 1),
+        (Threshold(2.0), FreeDave(4), "zero", 8, 1),
+        (Threshold(0.5), FreeDave(4), "prompt", 3, 0),
+        (LowConfidence(2), FreeDave(3, 2), "zero", 5, 1),
+        (LowConfidence(2), FreeDave(2), "zero", 8, 0),
+    ],
+)
+def test_free_dave_in_captured_steps_equals_the_loop_with_the_hook(sampler, rule, origin, block_length, shift, first):
+    model = calm_decoder()
+    options: dict[str, Any] = dict(
+        sampler=sampler,
+        first_slot=first,
+        block_origin=origin,
+        block_length=block_length,
+        logits_shift=shift,
+        eos_token_ids=(EOS, 20, 30),
+    )
+    for rows in ([prompt(9), prompt(4, 1), prompt(11, 2)], [prompt(6, 3)]):
+        request = request_of(rows, 19, hook=hook_starter(rule), **options)
+        host, plain = denoise(model, request), denoise(model, request_of(rows, 19, **options))
+        ours = fused_result(request, model)
+        same(ours, host)
+        assert ours.useful == plain.useful
+        for a, b, c in zip(ours.canvas, plain.canvas, ours.useful, strict=True):
+            assert a[:c] == b[:c]
+        if sampler == Threshold(2.0):
+            assert ours.stats.nfe < plain.stats.nfe
+        for left, right in zip([ours.stats, *ours.row_stats], [host.stats, *host.row_stats], strict=True):
+            assert left.accept_lengths == right.accept_lengths
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+def test_a_draft_made_in_the_first_forward_is_used_on_the_device():
+    # Nothing to prefill: the first forward decodes, and what it drafted is carried over.
+    spec = tiny_spec(first_slot="commit_first", logits_shift=0, block_origin="zero")
+    model, used = calm_decoder(), []
+    for seed in range(4):
+        request = loop_request(
+            generation_canvas([[]], [15], spec, "cpu"), spec, cache=BlockCache(), sampler=Threshold(2.0 if seed % 2 else 0.3),
+            noise=CounterNoise.for_rows(seed, 1), eos_token_ids=(), hook=hook_starter(FreeDave(4)),
+        )  # fmt: skip
+        loop = DenoiseLoop(model, request)
+        begin(loop)
+        assert isinstance(loop.hook, FreeDaveHook) and loop.hook.lo is not None
+        used.append(int(loop.hook.exists.sum()))
+        host, ours = denoise(model, request), fused_result(request, model)
+        same(ours, host)
+        assert ours.stats.accept_lengths == host.stats.accept_lengths
+    assert max(used) > 0
+
+
+def test_free_dave_is_left_to_the_host_where_its_steps_cannot_be_captured(monkeypatch):
+    monkeypatch.setattr("dllm.device_loop.use_triton", lambda tensor: True)
+    request = request_of([prompt(5)], 9, hook=hook_starter(FreeDave(4)))
+    assert supports(request) is None
+    for reason, changed in {
+        "FreeDave without the block cache and kernels": replace(request, cache=NoCache()),
+        "FreeDave with rule 'subset'": replace(request, hook=hook_starter(FreeDave(4, rule="subset"))),
+        "FreeDave with 264 rows": replace(request, hook=hook_starter(FreeDave(33))),
+        "FreeDave without a draft, or behind a pass that only stores": replace(request, hook=hook_starter(FreeDave(1))),
+        "hook": replace(request, hook=hook_starter(S2D2())),
+    }.items():
+        assert supports(changed) == reason
+    monkeypatch.setattr("dllm.device_loop.use_triton", lambda tensor: False)
+    assert supports(request) == "FreeDave without the block cache and kernels"
 
 
 def test_a_second_call_reuses_the_captured_step_and_leaves_nothing_of_the_first():
@@ -237,4 +323,32 @@ def test_on_the_gpu_graphs_and_kernels_give_the_plain_loops_tokens(temperature):
         truth = denoise(MODEL, request("cpu"))
         same(denoise_on_device(FastDecoder(model), request("cuda"), steps), truth)
         same(denoise_on_device(model, request("cuda"), steps), truth)
+    assert all(step.captured.graph is not None for step in steps.built.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("draft_steps", [2, 4])
+def test_on_the_gpu_captured_free_dave_gives_the_hooks_tokens_and_counters(draft_steps):
+    truth_model, steps = calm_decoder(), Buckets[DeviceStep](16)
+    model = FastDecoder(calm_decoder().cuda())
+    for seed in range(6):
+        rows = [prompt(3 + 4 * i, seed + i) for i in range(1 + seed % 4)]
+        spec = tiny_spec(first_slot=("free", "commit_first")[seed % 2])
+
+        def request(device: str, rows=rows, spec=spec, seed=seed) -> DenoiseRequest:
+            return loop_request(
+                generation_canvas(rows, [21] * len(rows), spec, device),
+                spec,
+                cache=BlockCache(),
+                noise=CounterNoise.for_rows(seed, len(rows), device),
+                eos_token_ids=spec.eos_token_ids,
+                sampler=Threshold(2.0),
+                hook=hook_starter(FreeDave(draft_steps)),
+            )
+
+        assert supports(request("cuda")) is None
+        truth = denoise(truth_model, request("cpu"))
+        ours = denoise_on_device(model, request("cuda"), steps)
+        same(ours, truth)
+        assert ours.stats.accept_lengths == truth.stats.accept_lengths
     assert all(step.captured.graph is not None for step in steps.built.values())
