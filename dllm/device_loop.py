@@ -10,7 +10,6 @@ Letters: B rows of the batch, W columns of the canvas (a bucket), S slots of a b
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,25 +20,17 @@ from dllm.cache.none import NoCache
 from dllm.canvas import GAP_GROUP
 from dllm.denoise import DenoiseLoop, _trim
 from dllm.denoise_state import banned_tokens, check_step, first_slot
+from dllm.device_hooks import free_dave, guide_of, refused
 from dllm.environment import kernels_mode
 from dllm.graphs import Buckets, Captured, Poll, capture, key_bucket, say_once
 from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import use_triton
-from dllm.kernels.denoise_step import (
-    MAX_BLOCK,
-    MAX_BRANCHED,
-    DraftBuffers,
-    StepBuffers,
-    StepRule,
-    commit_step,
-    plan_step,
-)
+from dllm.kernels.denoise_step import MAX_BLOCK, DraftBuffers, StepBuffers, StepRule, commit_step, plan_step
 from dllm.kernels.noise import counter_uniform
 from dllm.kernels.row_stats import row_stats
 from dllm.model.fast_decoder import FastDecoder, unfit
 from dllm.noise import STREAM_TOKEN, CounterNoise
 from dllm.request import DenoiseRequest, DenoiseResult
-from dllm.samplers.free_dave import FreeDave
 from dllm.samplers.low_confidence import UNLIMITED, LowConfidence
 from dllm.samplers.processors import process_logits
 from dllm.samplers.threshold import Threshold
@@ -73,7 +64,7 @@ def supports(request: DenoiseRequest) -> str | None:
     for name in ("closed_slots", "resize", "logits_processor", "find_stop"):
         if getattr(request, name) is not None:
             return name
-    if request.hook is not None and (reason := _unbranched(request)) is not None:
+    if (reason := refused(request)) is not None:
         return reason
     if request.cfg_scale > 0:
         return "cfg_scale"
@@ -88,28 +79,6 @@ def supports(request: DenoiseRequest) -> str | None:
     if int(canvas.masked.sum()) != open_slots:
         return "pinned tokens"
     return None
-
-
-def free_dave(request: DenoiseRequest) -> FreeDave | None:
-    """The request's verifier, if it is FreeDave."""
-    hook = request.hook
-    return hook.keywords["rule"] if isinstance(hook, partial) and hook.func is FreeDaveHook else None
-
-
-def _unbranched(request: DenoiseRequest) -> str | None:
-    """Why the request's guide or verifier must run on the host, or None."""
-    rule = free_dave(request)
-    if rule is None:
-        return "hook"
-    if not isinstance(request.cache, BlockCache) or not use_triton(request.canvas.ids):
-        return "FreeDave without the block cache and kernels"
-    if rule.rule != "exact":
-        return f"FreeDave with rule {rule.rule!r}"
-    if rule.draft_steps < 2 or request.spec.first_slot == "commit_store_pass":
-        return "FreeDave without a draft, or behind a pass that only stores"
-    assert isinstance(request.block_length, int), "supports passes whole block lengths only"
-    rows = rule.draft_steps * request.block_length
-    return f"FreeDave with {rows} rows" if rows > MAX_BRANCHED or request.block_length > MAX_BLOCK else None
 
 
 class DeviceStep:
@@ -190,9 +159,8 @@ class DeviceStep:
         )  # fmt: skip
         self.fused = use_triton(self.wide["canvas"]) and isinstance(self.cache, BlockCache)
         self.fused = self.fused and self.block_length <= MAX_BLOCK
-        if self.draft is not None:
-            # The tensor operations know no branches; ``supports`` passes them with kernels only.
-            self.fused = True
+        # The tensor operations know no branches and no guide; ``supports`` passes them with kernels only.
+        self.fused = self.fused or request.hook is not None
         # Nothing is active yet, so that the runs before the capture change nothing that counts.
         self.captured: Captured = capture(self.step, device, owned=(model,), name="denoise step")
 
@@ -305,6 +273,12 @@ class DeviceStep:
 
     def _fused_step(self) -> None:
         """The same step with its bookkeeping in two launches."""
+        laws = self._fused_laws()
+        assert laws.log_total is not None, "row_stats must give log_total"
+        commit_step(self.buffers, self.rule, laws.token, laws.confidence, laws.log_total, self.draft)
+
+    def _fused_laws(self) -> RowStats:
+        """One forward, and the laws of the open blocks' slots."""
         plan = plan_step(self.buffers, self.rule, self.draft)
         embeds = self.model.embed(plan.ids, plan.masked, self.spec.mask_token_id)
         hidden = self.model(
@@ -316,9 +290,7 @@ class DeviceStep:
         if self.draft is not None:
             # Greedy only, so nothing asks for the slots.
             source, slots = plan.source, plan.rows
-        laws = self._laws(source, slots)
-        assert laws.log_total is not None, "row_stats must give log_total"
-        commit_step(self.buffers, self.rule, laws.token, laws.confidence, laws.log_total, self.draft)
+        return self._laws(source, slots)
 
     def _forward(self, plan: Plan) -> None:
         state, width = self.state, self.width
@@ -513,10 +485,19 @@ def _step_for(model: Any, request: DenoiseRequest, batch: int, steps: Steps) -> 
     width = key_bucket(request.canvas.ids.shape[1])
     # Moved or replaced weights are other addresses, which a captured step would not see.
     weights = tuple(p.data_ptr() for p in model.parameters())
+    guide = guide_of(request)
+    kind: type[DeviceStep] = DeviceStep
+    helper: Any = free_dave(request)
+    if guide is not None:
+        from dllm.device_guided import GuidedStep
+
+        kind = GuidedStep
+        own = tuple(p.data_ptr() for p in guide.model.parameters())
+        helper = (guide.rule.guide_passes, hash(own), int(request.banned.sum()))
     key = (
         (batch, width, request.block_length, len(request.eos_token_ids), request.canvas.ids.device),
         (request.spec, request.cache, request.sampler, request.max_denoising_steps is not None),
-        (request.temperature, request.top_k, request.top_p, request.min_p, kernels_mode(), free_dave(request)),
+        (request.temperature, request.top_k, request.top_p, request.min_p, kernels_mode(), helper),
         hash(weights),
     )
-    return steps.get(key, lambda: DeviceStep(model, request, batch, width))
+    return steps.get(key, lambda: kind(model, request, batch, width))

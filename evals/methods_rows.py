@@ -86,9 +86,12 @@ def main_rows() -> list[Row]:
         _block("guided, on_reject ar, exact", EXACT),
         _block("S2D2", verifier=S2D2()),
         _block("FreeDave 4", verifier=FreeDave(4)),
+        _block("FreeDave 2", verifier=FreeDave(2)),
         _full("FreeCache", cache=FreeCache()),
         Row("bd8 threshold 0.9, host loop", "bd8", _block("").settings, whole_step=False),
         _block("guided, on_reject dlm", {}),
+        replace(_block("guided, on_reject ar, exact, host loop", EXACT), whole_step=False),
+        replace(_block("FreeDave 4, host loop", verifier=FreeDave(4)), whole_step=False),
         replace(_block("SimSD, exact, AR drafts"), simsd=True),
         replace(_block("SimSD, paper's layout, AR drafts"), simsd=False),
         _full("dual", cache="dual"),
@@ -96,6 +99,7 @@ def main_rows() -> list[Row]:
         _full("FreeCache, delay 1", cache=FreeCache(freeze_delay=1)),
         Row("full threshold 0.9, host loop", "full", _full("", cache="none").settings, whole_step=False),
         _block("threshold 0.8", threshold=0.8),
+        _block("FreeDave 3", verifier=FreeDave(3)),
         _block("FreeDave 8", verifier=FreeDave(8)),
         _block("S2D2, always", verifier=S2D2(cost=float("-inf"))),
         _block("SimSD, exact, 10 layers draft", verifier=SimSD(draft=10, exact=True)),
@@ -219,10 +223,10 @@ class Systems:
         row = replace(row, settings={**row.settings, "eos_token_id": ()}) if fixed else row
         ids, mask = padded(prompts)
         lm = self.lm(row.group, False)
-        config = lm._config(None, {**row.settings, "max_new_tokens": new_tokens})
-        request_ = lm._request(config, lm._generation_canvas([list(p) for p in prompts], config))
         helped = row.guide is not None or row.simsd is not None
-        whole = row.whole_step and not helped and lm.engine.refuses(request_) is None
+        config = lm._config(None, {**self._settings(row, False), "max_new_tokens": new_tokens})
+        request_ = lm._request(config, lm._generation_canvas([list(p) for p in prompts], config))
+        whole = row.whole_step and lm.engine.refuses(request_) is None
         lm = lm if whole else self.lm(row.group, True)
 
         models = [] if whole else [lm.model] + ([self.guide(True, {}).model] if helped else [])
@@ -239,9 +243,8 @@ class Systems:
 
         return lambda: self._generate(row, lm, not whole, ids, mask, new_tokens).stats, how
 
-    def _generate(
-        self, row: Row, lm: DiffusionLM, graphed: bool, ids: torch.Tensor, mask: torch.Tensor, new_tokens: int
-    ) -> GenerationOutput:
+    def _settings(self, row: Row, graphed: bool) -> dict[str, Any]:
+        """Arguments of ``generate``; graphed: helpers with captured forwards."""
         settings = dict(row.settings)
         if row.guide is not None:
             settings["guide"] = self.guide(graphed, row.guide)
@@ -249,6 +252,12 @@ class Systems:
             settings["verifier"] = SimSD(draft=self.guide(graphed, {}), exact=row.simsd)
         if row.naive:
             settings["eos_token_id"] = ()
+        return settings
+
+    def _generate(
+        self, row: Row, lm: DiffusionLM, graphed: bool, ids: torch.Tensor, mask: torch.Tensor, new_tokens: int
+    ) -> GenerationOutput:
+        settings = self._settings(row, graphed)
         out = lm.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new_tokens, **settings)
         return cut_at_stop(out, lm.spec.eos_token_ids) if row.naive else out
 

@@ -284,6 +284,68 @@ def _rank(score, i, BLOCK_S: tl.constexpr):
 
 
 @jit
+def _move_on(
+    b,
+    wide,
+    i,
+    real,
+    lo,
+    hi,
+    row_lo,
+    stopped,
+    stops,
+    full,
+    step,
+    steps,
+    group_ptr,
+    lo_ptr,
+    hi_ptr,
+    row_lo_ptr,
+    prev_lo_ptr,
+    begin_ptr,
+    end_ptr,
+    step_ptr,
+    block_ptr,
+    decode_steps_ptr,
+    useful_ptr,
+    stopped_ptr,
+    first_group,
+    GROUPED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """End a row that stops (at slot ``stopped``) or whose last block is full; open the next block of another full one; 1 if it goes on.
+
+    steps: denoise steps that this was; 0 changes nothing."""
+    begin = tl.load(begin_ptr + b)
+    end = tl.load(end_ptr + b)
+    ends = full & (hi == end)
+    opens = full & (hi != end)
+    useful = tl.load(useful_ptr + b)
+    useful = tl.where(stops, stopped - begin, tl.where(ends, end - begin, useful))
+    tl.store(useful_ptr + b, useful)
+    tl.store(stopped_ptr + b, ((tl.load(stopped_ptr + b) != 0) | stops).to(tl.uint8))
+    tl.store(decode_steps_ptr + b, tl.load(decode_steps_ptr + b) + steps)
+    tl.store(prev_lo_ptr + b, tl.where(steps > 0, row_lo, tl.load(prev_lo_ptr + b)))
+
+    # A new block starts where the last one ended, so its first row is its first slot.
+    block = tl.load(block_ptr + b) + opens.to(tl.int64)
+    new_lo = tl.where(opens, hi, lo)
+    new_hi = tl.where(opens, tl.minimum(hi + SLOTS, end), hi)
+    tl.store(lo_ptr + b, new_lo)
+    tl.store(row_lo_ptr + b, tl.where(opens, hi, row_lo))
+    tl.store(hi_ptr + b, new_hi)
+    tl.store(block_ptr + b, block)
+    tl.store(step_ptr + b, tl.where(opens, 0, step + steps))
+    if GROUPED:
+        fresh = new_lo + i
+        number = (first_group + block).to(tl.int32)
+        new = real & (fresh < tl.where(opens, new_hi, 0))
+        tl.store(group_ptr + wide + fresh, tl.zeros([BLOCK_S], tl.int32) + number, mask=new)
+    return 1 - (stops | ends).to(tl.int32)
+
+
+@jit
 def _commit_kernel(
     token_ptr,
     confidence_ptr,
@@ -448,37 +510,16 @@ def _commit_kernel(
     edge = tl.minimum(tl.min(tl.where(still, slot, width), axis=0), hi)
     stopped = tl.where(_is_stop(tokens, eos_ptr, NUM_EOS) & inside, tl.where(still, width, slot), width)
     stopped = tl.min(stopped, axis=0)
-    begin = tl.load(begin_ptr + b)
-    end = tl.load(end_ptr + b)
     stops = decode & (stopped < edge)
     full = decode & (stopped >= edge) & (edge == hi)
-    ends = full & (hi == end)
-    opens = full & (hi != end)
-    useful = tl.load(useful_ptr + b)
-    useful = tl.where(stops, stopped - begin, tl.where(ends, end - begin, useful))
-    tl.store(useful_ptr + b, useful)
-    tl.store(stopped_ptr + b, ((tl.load(stopped_ptr + b) != 0) | stops).to(tl.uint8))
-    active = decode.to(tl.int32) * (1 - (stops | ends | fault).to(tl.int32))
+    running = _move_on(
+        b, wide, i, real, lo, hi, row_lo, stopped, stops, full, step, steps, group_ptr, lo_ptr, hi_ptr, row_lo_ptr, prev_lo_ptr,
+        begin_ptr, end_ptr, step_ptr, block_ptr, decode_steps_ptr, useful_ptr, stopped_ptr, first_group, GROUPED, SLOTS, BLOCK_S,
+    )  # fmt: skip
+    active = decode.to(tl.int32) * running * (1 - fault.to(tl.int32))
     tl.store(active_ptr + b, active.to(tl.uint8))
     at_fault = fault | (tl.load(status_ptr + b) == 2)
     tl.store(status_ptr + b, tl.where(at_fault, 2, active))
-    tl.store(decode_steps_ptr + b, tl.load(decode_steps_ptr + b) + steps)
-    tl.store(prev_lo_ptr + b, tl.where(decode, row_lo, tl.load(prev_lo_ptr + b)))
-
-    # A new block starts where the last one ended, so its first row is its first slot.
-    block = tl.load(block_ptr + b) + opens.to(tl.int64)
-    new_lo = tl.where(opens, hi, lo)
-    new_hi = tl.where(opens, tl.minimum(hi + SLOTS, end), hi)
-    tl.store(lo_ptr + b, new_lo)
-    tl.store(row_lo_ptr + b, tl.where(opens, hi, row_lo))
-    tl.store(hi_ptr + b, new_hi)
-    tl.store(block_ptr + b, block)
-    tl.store(step_ptr + b, tl.where(opens, 0, step + steps))
-    if GROUPED:
-        fresh = new_lo + i
-        number = (first_group + block).to(tl.int32)
-        new = real & (fresh < tl.where(opens, new_hi, 0))
-        tl.store(group_ptr + wide + fresh, tl.zeros([BLOCK_S], tl.int32) + number, mask=new)
 
 
 def plan_step(buffers: StepBuffers, rule: StepRule, draft: DraftBuffers | None = None) -> PlannedStep:

@@ -17,8 +17,10 @@ from dllm.cache.dual import DualCache
 from dllm.cache.none import NoCache
 from dllm.canvas import generation_canvas, infill_canvas
 from dllm.denoise import DenoiseLoop, denoise
+from dllm.device_guided import GuidedStep
 from dllm.device_loop import DeviceStep, Engine, begin, denoise_on_device, supports
 from dllm.graphs import Buckets
+from dllm.hooks import GuideHook
 from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import interpreted
 from dllm.model.decoder import Decoder
@@ -112,7 +114,7 @@ def fused_result(request: DenoiseRequest, model: Decoder = MODEL) -> DenoiseResu
     """The loop with its bookkeeping in the kernels, under Triton's interpreter."""
     loop = DenoiseLoop(model, request)
     begin(loop)
-    step = DeviceStep(model, request, len(loop.rows), 32)
+    step = (GuidedStep if isinstance(loop.hook, GuideHook) else DeviceStep)(model, request, len(loop.rows), 32)
     step.fused = True
     step.load(loop)
     step.run(steps_per_poll=1)
@@ -204,18 +206,20 @@ def test_a_draft_made_in_the_first_forward_is_used_on_the_device():
 
 
 def test_free_dave_is_left_to_the_host_where_its_steps_cannot_be_captured(monkeypatch):
-    monkeypatch.setattr("dllm.device_loop.use_triton", lambda tensor: True)
+    monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
     request = request_of([prompt(5)], 9, hook=hook_starter(FreeDave(4)))
     assert supports(request) is None
+    stored = request_of([prompt(5)], 9, hook=hook_starter(FreeDave(4)), first_slot="commit_store_pass")
     for reason, changed in {
         "FreeDave without the block cache and kernels": replace(request, cache=NoCache()),
         "FreeDave with rule 'subset'": replace(request, hook=hook_starter(FreeDave(4, rule="subset"))),
         "FreeDave with 264 rows": replace(request, hook=hook_starter(FreeDave(33))),
-        "FreeDave without a draft, or behind a pass that only stores": replace(request, hook=hook_starter(FreeDave(1))),
+        "FreeDave without a draft": replace(request, hook=hook_starter(FreeDave(1))),
+        "FreeDave behind a pass that only stores": stored,
         "hook": replace(request, hook=hook_starter(S2D2())),
     }.items():
         assert supports(changed) == reason
-    monkeypatch.setattr("dllm.device_loop.use_triton", lambda tensor: False)
+    monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: False)
     assert supports(request) == "FreeDave without the block cache and kernels"
 
 
