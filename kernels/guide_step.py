@@ -43,13 +43,13 @@ class GuideBuffers:
 
     @classmethod
     def idle(cls, batch: int, slots: int, columns: int, device: torch.device) -> GuideBuffers:
-        """Buffers of rows without a draft; a call reads at most once a slot and row of blocks, which ``columns`` bounds."""
+        """Buffers of rows without a draft. A call reads at most ``slots`` times a block, and a row of ``columns`` has two cut blocks."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(batch, *shape, dtype=dtype, device=device)
 
         return cls(
-            zeros(slots), zeros(dtype=torch.bool), zeros(columns + slots, dtype=torch.int32), zeros(), zeros(dtype=torch.bool)
+            zeros(slots), zeros(dtype=torch.bool), zeros(columns + 2 * slots, dtype=torch.int32), zeros(), zeros(dtype=torch.bool)
         )  # fmt: skip
 
     def reset(self) -> None:
