@@ -1,9 +1,9 @@
 """AR-guided unmasking as captured steps: a draft of the diffusion model, and readings of it by the guide until its block is full.
 
-Two steps are captured, and the host picks the next one by a flag that it reads behind each reading: the text of the guide is lossless
-(``accept="exact"``, ``on_reject="ar"``, temperature 0; ``dllm/device_hooks.py`` says what else must hold), so that a draft can be read
-again behind the guide's own token. Tokens, finish reasons and counters equal those of ``GuideHook`` in ``dllm/denoise.py``, which stays
-the truth, and whose first reading, the one with the prompt, is run here as it is there.
+Two steps are captured. With one reading a draft they take turns, and the host looks at a flag some steps late; where a draft is read
+until its block is full, the host picks the next step by the flag behind each reading. The rule must be lossless (``accept="exact"``,
+``on_reject="ar"``, temperature 0; ``dllm/device_hooks.py`` says what else must hold). Tokens, finish reasons and counters equal those of
+``GuideHook`` in ``dllm/denoise.py``, which stays the truth, and whose first reading, the one with the prompt, is run here as it is there.
 
 Letters: B rows of the batch, W columns of the canvas, S slots of a block.
 """
@@ -45,7 +45,6 @@ class GuidedStep(DeviceStep):
         causal = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
         self.reader_bits = pack_bits(causal.expand(batch, -1, -1))
         self.first: tuple[GuideHook, int] | None = None
-        self.num_readings = 0
         super().__init__(model, request, batch, width)
         self.now = Poll(self.status, lag=0)
         self.reading: Captured = capture(self.read, device, owned=(guide.model,), name="reading of a guide")
@@ -55,16 +54,23 @@ class GuidedStep(DeviceStep):
         super().load(loop)
         self.guide.reset()
         self.banned_ids.copy_(loop.banned.nonzero()[:, 0])
-        self.num_readings = 0
         assert isinstance(loop.hook, GuideHook), "only a guide with the same ids reads on the device"
         self.first = (loop.hook, max(row.hi for row in loop.rows) - 1)
 
     def run(self, steps_per_poll: int = STEPS_PER_POLL) -> None:
-        """Draft and read until no row is active."""
+        """Draft and read until no row is active; what runs after that changes nothing."""
         self.captured.replay()
         self._read_prompts()
+        if self.one_reading:
+            late: list[int] | None = None
+            while late is None or (any(late) and FAULT not in late):
+                for _ in range(steps_per_poll):
+                    self.captured.replay()
+                    self.reading.replay()
+                self.poll.post()
+                late = self.poll.read()
+            return
         while True:
-            self.num_readings += 1
             self.now.post()
             status = self.now.read()
             assert status is not None, "a poll without lag always answers"
@@ -80,9 +86,11 @@ class GuidedStep(DeviceStep):
             raise ValueError("the guide's logits must be finite: got NaN or infinity")
         rows = loop.rows
         super().unload(loop)
-        loop.stats.guide_nfe += self.num_readings
-        accepts = self.guide.accepts[:, : self.num_readings].tolist()
-        for number in range(self.num_readings):
+        accepts = self.guide.accepts
+        # Every reading commits a token of each row that takes part.
+        accepts = accepts[:, accepts.any(0)].tolist()
+        for number in range(len(accepts[0])):
+            loop.stats.guide_nfe += 1
             for row, counts in zip(rows, accepts, strict=True):
                 if counts[number]:
                     row.stats.guide_nfe += 1

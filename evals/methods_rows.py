@@ -90,6 +90,7 @@ def main_rows() -> list[Row]:
         _full("FreeCache", cache=FreeCache()),
         Row("bd8 threshold 0.9, host loop", "bd8", _block("").settings, whole_step=False),
         _block("guided, on_reject dlm", {}),
+        _block("guided, on_reject ar, exact, one reading", {**EXACT, "guide_passes": 1}),
         replace(_block("guided, on_reject ar, exact, host loop", EXACT), whole_step=False),
         replace(_block("FreeDave 4, host loop", verifier=FreeDave(4)), whole_step=False),
         replace(_block("SimSD, exact, AR drafts"), simsd=True),

@@ -218,7 +218,9 @@ def _commit_kernel(
     sure = tl.sum(tl.where(new, tl.log(tl.maximum(confidence, 1e-30)), 0.0), axis=0)
     tl.store(log_confidence_ptr + b, tl.load(log_confidence_ptr + b) + sure)
     passes = tl.load(passes_ptr + b)
-    tl.store(accepts_ptr + b * most + passes, committed.to(tl.int32))
+    # Readings after a row's end commit nothing; a scalar condition enters as a bound.
+    log = passes + tl.zeros([BLOCK_S], tl.int64) + i
+    tl.store(accepts_ptr + b * most + log, committed.to(tl.int32) + i * 0, mask=i < tl.minimum(committed, 1))
     tl.store(passes_ptr + b, passes + 1)
 
     finite = (total < float("inf")) & (total > float("-inf"))

@@ -47,7 +47,7 @@ def guided_result(request: DenoiseRequest, model: Decoder) -> DenoiseResult:
     begin(loop)
     step = GuidedStep(model, request, len(loop.rows), 48)
     step.load(loop)
-    step.run()
+    step.run(steps_per_poll=2)
     step.unload(loop)
     return loop.result()
 
