@@ -39,7 +39,6 @@ class GuidedStep(DeviceStep):
         self.one_reading = guide.rule.guide_passes == 1
         self.reader = FastDecoder(guide.model)
         self.reader_store = self.reader.new_store(batch, width)
-        self.banned_ids = torch.zeros(int(request.banned.sum()), dtype=torch.int64, device=device)
         self.reader_group = torch.zeros(batch, slots, dtype=torch.int32, device=device)
         self.reader_low = torch.full_like(self.reader_group, LOWEST_GROUP)
         causal = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
@@ -53,7 +52,6 @@ class GuidedStep(DeviceStep):
         """As ``DeviceStep.load``."""
         super().load(loop)
         self.guide.reset()
-        self.banned_ids.copy_(loop.banned.nonzero()[:, 0])
         assert isinstance(loop.hook, GuideHook), "only a guide with the same ids reads on the device"
         self.first = (loop.hook, max(row.hi for row in loop.rows) - 1)
 
@@ -86,9 +84,8 @@ class GuidedStep(DeviceStep):
             raise ValueError("the guide's logits must be finite: got NaN or infinity")
         rows = loop.rows
         super().unload(loop)
-        accepts = self.guide.accepts
         # Every reading commits a token of each row that takes part.
-        accepts = accepts[:, accepts.any(0)].tolist()
+        accepts = self.guide.accepts[:, self.guide.accepts.any(0)].tolist()
         for number in range(len(accepts[0])):
             loop.stats.guide_nfe += 1
             for row, counts in zip(rows, accepts, strict=True):
@@ -126,10 +123,8 @@ class GuidedStep(DeviceStep):
 
     def _judge(self, hidden: Tensor) -> None:
         """hidden [B, S, E]: the guide's rows, each of which predicts the slot behind it."""
-        ids = self.banned_ids.expand(*hidden.shape[:2], -1) if len(self.banned_ids) else None
-        laws = lm_head_stats(hidden, self.reader.decoder.head_weight, banned=self.banned, ids=ids)
-        confidence = laws.confidence
-        if laws.log_probs is not None:
-            # The guide's law is that of the ids it may write.
-            confidence = confidence / (1 - laws.log_probs.exp().sum(-1)).clamp(min=1e-30)
-        commit_reading(self.buffers, self.guide, self.rule, laws.token, confidence, laws.log_total, self.one_reading)
+        # The guide's law is that of the ids that it may write.
+        laws = lm_head_stats(hidden, self.reader.decoder.head_weight, banned=self.banned, drop_banned=True)
+        commit_reading(
+            self.buffers, self.guide, self.rule, laws.token, laws.confidence, laws.log_total, self.one_reading
+        )

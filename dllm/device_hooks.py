@@ -13,9 +13,6 @@ from dllm.model.fast_decoder import unfit
 from dllm.request import DenoiseRequest
 from dllm.samplers.free_dave import FreeDave
 
-MAX_BANNED = 64
-"""Most ids that a captured guide leaves out of its law: their mass is subtracted one by one."""
-
 
 def free_dave(request: DenoiseRequest) -> FreeDave | None:
     """The request's verifier, if it is FreeDave."""
@@ -75,8 +72,6 @@ def _guided(request: DenoiseRequest, guide: ARGuide) -> str | None:
     assert isinstance(request.block_length, int), "asked of whole block lengths only"
     if rule.verify_batch_size < request.block_length:
         return "that reads a block in parts"
-    if int(request.banned.sum()) > MAX_BANNED:
-        return f"with more than {MAX_BANNED} banned ids"
     if (reason := unfit(guide.model)) is not None:
         return f"where {reason}"
     hook = request.hook

@@ -49,7 +49,8 @@ STEPS_PER_POLL = 4
 def supports(request: DenoiseRequest) -> str | None:
     """Why this request must run on ``dllm/denoise.py``, or None if ``denoise_on_device`` gives the same result."""
     canvas = request.canvas
-    if type(request.sampler) not in SAMPLERS:
+    # A guide decides itself what is committed.
+    if type(request.sampler) not in SAMPLERS and guide_of(request) is None:
         return f"sampler {type(request.sampler).__name__}"
     if type(request.cache) not in CACHES:
         return f"cache {type(request.cache).__name__}"
@@ -493,7 +494,7 @@ def _step_for(model: Any, request: DenoiseRequest, batch: int, steps: Steps) -> 
 
         kind = GuidedStep
         own = tuple(p.data_ptr() for p in guide.model.parameters())
-        helper = (guide.rule.guide_passes, hash(own), int(request.banned.sum()))
+        helper = (guide.rule.guide_passes, hash(own))
     key = (
         (batch, width, request.block_length, len(request.eos_token_ids), request.canvas.ids.device),
         (request.spec, request.cache, request.sampler, request.max_denoising_steps is not None),

@@ -83,6 +83,7 @@ def lm_head_stats_reference(
     candidates: int = 0,
     round_logits: bool = False,
     processed_confidence: bool = False,
+    drop_banned: bool = False,
 ) -> HeadStats:
     """Plain PyTorch truth.
 
@@ -90,11 +91,14 @@ def lm_head_stats_reference(
     never chosen nor candidates (they keep their mass); uniform [...] fp32 in (0, 1): with temperature > 0 the token is drawn from
     softmax(l / temperature) by inverting its cumulative sum; ids [..., n] int64: whose log-probabilities are wanted; candidates: how
     many best ids (<= 32); round_logits: round each logit to ``hidden``'s dtype first, as a head that writes its logits does (more ties,
-    then); processed_confidence: the drawn token's probability under the law that it was drawn from.
+    then); processed_confidence: the drawn token's probability under the law that it was drawn from;
+    drop_banned: banned ids have no mass either, so that all numbers are of the law over the others.
     """
     logits = linear(hidden.float(), weight.float())
     if round_logits:
         logits = logits.to(hidden.dtype).float()
+    if drop_banned and banned is not None:
+        logits = logits.masked_fill(banned, -torch.inf)
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     flat = logits.reshape(1, -1, vocab)
     number = None if uniform is None else uniform.reshape(1, -1)
@@ -136,6 +140,7 @@ def _partials_kernel(
     inverse_temperature,
     DEPENDENT: tl.constexpr,
     BANNED: tl.constexpr,
+    DROP: tl.constexpr,
     ENTROPY: tl.constexpr,
     MARGIN: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -183,6 +188,8 @@ def _partials_kernel(
     if ROUND:
         x = x.to(hidden.dtype.element_ty).to(tl.float32)
     x = tl.where(ids[:, None] < vocab, x, float("-inf"))
+    if DROP:
+        x = tl.where(tl.load(banned + ids, mask=ids < vocab, other=1)[:, None] != 0, float("-inf"), x)
     out = partials + row.to(tl.int64) * tiles + tile
     there = row < rows
     m = tl.max(x, axis=0)
@@ -398,6 +405,7 @@ def lm_head_stats_triton(
     candidates: int = 0,
     round_logits: bool = False,
     processed_confidence: bool = False,
+    drop_banned: bool = False,
     tiles: HeadTiles | None = None,
 ) -> HeadStats:
     """Launch the kernels; arguments and result as ``lm_head_stats``. tiles: override of ``tiles_of``."""
@@ -432,7 +440,8 @@ def lm_head_stats_triton(
         _partials_kernel[(num_tiles * row_tiles,)](
             flat, weight, ban, partials, indices, top_values, top_ids,
             rows, vocab, width, row_tiles, num_tiles, total, flat.stride(0), weight.stride(0), inverse,
-            BANNED=banned is not None, ENTROPY=entropy, MARGIN=margin, SAMPLE=sample, CANDIDATES=candidates, ROUND=round_logits,
+            BANNED=banned is not None, DROP=drop_banned and banned is not None, ENTROPY=entropy, MARGIN=margin, SAMPLE=sample,
+            CANDIDATES=candidates, ROUND=round_logits,
             EVEN=width % tile.block_width == 0, UPCAST=interpreted(),
             BLOCK_R=tile.block_rows, BLOCK_V=tile.block_vocab, BLOCK_D=tile.block_width,
             num_warps=tile.num_warps, num_stages=tile.num_stages, **dependent(weight),
@@ -500,6 +509,7 @@ def lm_head_stats(
     candidates: int = 0,
     round_logits: bool = False,
     processed_confidence: bool = False,
+    drop_banned: bool = False,
 ) -> HeadStats:
     """Head product and row statistics in one read of the weight; the logits are never written.
 
@@ -529,5 +539,15 @@ def lm_head_stats(
     fits = hidden.dtype != torch.float64 and use_triton(hidden)
     function = lm_head_stats_triton if fits else lm_head_stats_reference
     return function(
-        hidden, weight, needs, banned, uniform, temperature, ids, candidates, round_logits, processed_confidence
+        hidden,
+        weight,
+        needs,
+        banned,
+        uniform,
+        temperature,
+        ids,
+        candidates,
+        round_logits,
+        processed_confidence,
+        drop_banned,
     )

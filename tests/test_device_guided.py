@@ -23,6 +23,7 @@ from dllm.model.fast_decoder import FastDecoder
 from dllm.noise import CounterNoise
 from dllm.request import DenoiseRequest, DenoiseResult
 from dllm.samplers.guided import Guided
+from dllm.samplers.sequential import Sequential
 from tests.test_device_loop import calm_decoder, request_of, same
 from tests.tiny import EOS, MASK, loop_request, prompt, tiny_decoder, tiny_spec
 
@@ -121,8 +122,7 @@ def test_guides_are_left_to_the_host_where_their_steps_cannot_be_captured(monkey
     monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
     request = request_of([prompt(5)], 9, hook=hook_of(tiny_decoder(2)))
     assert supports(request) is None
-    many = torch.ones(64, dtype=torch.bool)
-    wide = replace(request, banned=torch.cat([many, many]))
+    assert supports(replace(request, sampler=Sequential())) is None
     foreign = partial(ARGuide(tiny_decoder(2), vocabulary="text").start, tokenizer=None)
     for reason, changed in {
         "a guide that is not the guide's own greedy text": replace(request, temperature=0.5),
@@ -130,7 +130,6 @@ def test_guides_are_left_to_the_host_where_their_steps_cannot_be_captured(monkey
         "a guide that reads a block in parts": replace(
             request, hook=hook_of(tiny_decoder(2), replace(EXACT, verify_batch_size=7))
         ),
-        "a guide with more than 64 banned ids": wide,
         "a guide without the block cache and kernels": replace(request, cache=NoCache()),
     }.items():
         assert supports(changed) == reason

@@ -114,6 +114,27 @@ def test_a_drawn_token_is_the_references_unless_its_number_lies_at_a_border(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_banned_ids_can_lose_their_mass_too(monkeypatch: pytest.MonkeyPatch, device: str, temperature: float) -> None:
+    hidden, weight = head(7, 9, 300, 48)
+    # The likeliest ids are banned, and with them all ids of the first tile.
+    banned = torch.zeros(300, dtype=torch.bool)
+    banned[:64] = True
+    banned[torch.nn.functional.linear(hidden, weight).argmax(-1)] = True
+    kept = (~banned).nonzero()[:, 0]
+    uniform = torch.rand(9, generator=torch.Generator().manual_seed(4))
+    values: dict[str, Any] = dict(uniform=uniform, temperature=temperature) if temperature else {}
+    truth = lm_head_stats_reference(hidden, weight[kept], ALL, **values)
+    poison(monkeypatch)
+    arguments: dict[str, Any] = dict(hidden=hidden, weight=weight, needs=ALL, banned=banned, drop_banned=True, **values)
+    for got in (lm_head_stats_reference(**arguments), lm_head_stats_triton(**on(device, arguments), tiles=SMALL)):
+        assert torch.equal(kept[truth.token], got.token.cpu())
+        for name in ("confidence", "log_total", "entropy", "margin"):
+            a, b = getattr(got, name).cpu(), getattr(truth, name)
+            torch.testing.assert_close(a, b, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_leading_shapes_and_strides_are_kept(device: str) -> None:
     hidden, weight = head(6, 6, 70, 32)
     wide_hidden, wide_weight = torch.full((2, 3, 50), float("nan")), torch.full((140, 40), float("nan"))
