@@ -18,7 +18,7 @@ from torch import Tensor
 from dllm.evals.bench.plain import PlainStep
 from dllm.evals.bench.record import Record
 from dllm.evals.bench.shapes import Shape, floor_ms
-from dllm.evals.bench.timing import Deadline, Rates, Timing, in_graph, timed
+from dllm.evals.bench.timing import Deadline, Rates, Timing, in_graph, matrix_rate, timed
 from dllm.model.decoder import Decoder, DecoderConfig
 from dllm.model.fast_decoder import FastDecoder
 from dllm.types import Attend
@@ -162,6 +162,12 @@ def bench_shape(
         values: dict[str, Any] = dict(ours=_dict(ours), plain_graph=_dict(graph), floor_ms=floor)
         # The floor of memory alone, for comparison with figures that count nothing else.
         values["byte_floor_ms"] = 1e3 * shape.step_bytes(point.batch, point.rows, point.keys) / rates.copy
+        if floor > values["byte_floor_ms"]:
+            # Bound by arithmetic, where the clock decides: what the device holds at this temperature, right after the step.
+            side, runs = (8192, 200) if device.type == "cuda" else (256, 5)
+            rate = matrix_rate(device, side, runs)
+            hot = floor_ms(1.0, shape.step_flops(point.batch, point.rows, point.keys), rates.copy, rate)
+            values.update(sustained_matmul=rate, sustained_floor_ms=hot, ours_over_sustained=ours.ms / hot)
         values.update(ours_over_floor=ours.ms / floor, plain_over_floor=graph.ms / floor, factor=graph.ms / ours.ms)
         if first:
             values["plain_eager"] = _dict(timed(plain.step, device, runs=10, budget_s=0.3))
