@@ -222,7 +222,13 @@ def infill(
         return
     typer.echo(fill.texts[0])
     if stats:
-        Console(stderr=True).print(Text(f"gap lengths {fill.lengths[0]}; {_cost(fill.stats)}", style="dim"))
+        console = Console(stderr=True)
+        console.print(Text(f"gap lengths {fill.lengths[0]}; {_cost(fill.stats)}", style="dim"))
+        asked = [where["length"]] if "length" in where else list(where["gaps"].values())
+        if max_length in fill.lengths[0] and max_length not in asked:
+            console.print(
+                Text(f"a gap took all {max_length} tokens: the model never closed it; say how long it is", style="dim")
+            )
 
 
 def _gap(item: str) -> tuple[str, Any]:

@@ -91,6 +91,16 @@ def test_training_says_what_an_option_is_where_it_is_not_given(call, command):
     assert all(f"(default: {words})" in text for words in wanted[command])
 
 
+def test_a_searched_gap_that_took_all_it_could_is_named(call):
+    said = "a gap took all 3 tokens"
+    assert said not in call("infill", "the cat", "the dog", "--length", "3", "--max-length", "3")[1]
+    assert said not in call("infill", "the {{x}} dog", "--template", "--gap", "x=3", "--max-length", "3")[1]
+    texts = [call("infill", "the cat", "the dog", "--max-length", str(n))[1] for n in range(1, 7)]
+    full = [f"gap lengths [{n}]" in text for n, text in enumerate(texts, 1)]
+    assert full == [f"a gap took all {n} tokens" in text for n, text in enumerate(texts, 1)]
+    assert any(full)
+
+
 def test_a_gaps_length_is_a_plain_number_and_given_once(call):
     assert call("infill", "a {{x}} b", "--template", "--gap", "x=2")[0] == 0
     for arguments, said in (
