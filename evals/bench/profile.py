@@ -1,7 +1,8 @@
 """The part ``profile`` of ``dllm bench``: where the GPU's time goes, per decoding method and per step shape.
 
-Methods, on the shipped SmolLM2 models, batch 1, greedy: threshold with the block cache, the AR model, the AR model with its DFly drafter
-(captured rounds all three), and a diffusion draft under an AR guide (the host's loop). Steps: one captured forward of each shape at
+Methods, on the shipped SmolLM2 models, batch 1, greedy: threshold with the block cache, the same with FreeDave, the AR model, the AR model
+with its DFly drafter, a diffusion draft under a lossless AR guide (captured steps all five), and under the guide's published rule (the
+host's loop). Steps: one captured forward of each shape at
 batch 1 and 8. A method that fails leaves its error in the record, and the others go on. Prompts and tokens as in ``e2e``.
 """
 
@@ -21,6 +22,7 @@ from dllm.evals.bench.timing import Deadline, in_graph
 from dllm.evals.bench.trace import summarise, trace
 from dllm.model.fast_decoder import FastDecoder
 from dllm.pipeline import DiffusionLM
+from dllm.samplers.free_dave import FreeDave
 
 DRAFTER, TARGET = "smollm2-135m-dfly", "smollm2-135m"
 REPLAYS = 5
@@ -36,8 +38,10 @@ def profile_methods(lm: DiffusionLM, record: Record, deadline: Deadline, new_tok
     """Adds one entry a method; lm: the shipped block-diffusion model, which gives the prompts and the guide."""
     methods: dict[str, Callable[[], Prepared]] = {
         "threshold + block cache": lambda: _threshold(lm, new_tokens),
+        "threshold + FreeDave 4": lambda: _generated(lm, new_tokens, verifier=FreeDave(4)),
         "AR rounds": lambda: _rounds(lm, new_tokens, drafts=False),
         "AR + DFly rounds": lambda: _rounds(lm, new_tokens, drafts=True),
+        "guided, exact": lambda: _guided(lm, new_tokens, accept="exact", on_reject="ar"),
         "guided": lambda: _guided(lm, new_tokens),
     }
     for name, prepare in methods.items():
@@ -104,10 +108,14 @@ def _rounds(lm: DiffusionLM, new_tokens: int, drafts: bool) -> Prepared:
     return (lambda: bench.decode(1, 1, wanted)), (lambda results: sum(r.stats.nfe for r in results))
 
 
-def _guided(lm: DiffusionLM, new_tokens: int) -> Prepared:
-    from dllm.evals.bench.e2e import PROMPTS
+def _guided(lm: DiffusionLM, new_tokens: int, **rule: Any) -> Prepared:
     from dllm.guide import ARGuide
 
-    guide = ARGuide.of_base(lm)
-    run = lambda: lm.generate(PROMPTS[0], max_new_tokens=new_tokens, guide=guide)  # noqa: E731
+    return _generated(lm, new_tokens, guide=ARGuide.of_base(lm, **rule))
+
+
+def _generated(lm: DiffusionLM, new_tokens: int, **options: Any) -> Prepared:
+    from dllm.evals.bench.e2e import PROMPTS
+
+    run = lambda: lm.generate(PROMPTS[0], max_new_tokens=new_tokens, **options)  # noqa: E731
     return run, lambda output: output.stats.nfe

@@ -80,15 +80,16 @@ def test_a_method_that_fails_is_named_and_the_next_one_is_profiled(tmp_path, mon
 
     monkeypatch.setattr(profiling, "_threshold", lambda *_: ((lambda: None), (lambda _: 2)))
     monkeypatch.setattr(profiling, "_rounds", broken)
-    monkeypatch.setattr(profiling, "_guided", lambda *_: ((lambda: None), (lambda _: 4)))
+    monkeypatch.setattr(profiling, "_guided", lambda *_, **rule: ((lambda: None), (lambda _: 4 + len(rule))))
+    monkeypatch.setattr(profiling, "_generated", lambda *_, **options: ((lambda: None), (lambda _: 3)))
     monkeypatch.setattr(profiling, "trace", lambda run, device: (run(), EVENTS))
 
     class Model:
         device = torch.device("cpu")
 
     profile_methods(Model(), record, Deadline(None))  # type: ignore[arg-type]
-    first, rounds, drafted, guided = record.entries
-    assert (first["steps"], guided["steps"]) == (2, 4)
+    first, verified, rounds, drafted, exact, guided = record.entries
+    assert [e["steps"] for e in (first, verified, exact, guided)] == [2, 3, 6, 4]
     assert rounds["failed"] == drafted["failed"] == "RuntimeError: no such drafter"
     text = markdown(record.entries, {}, {})
     assert "| threshold + block cache | 2 | 50.0 | 60.0 | 20.0 | 0.0 | 5.0 | 15.0 | 2 | cudaMemcpyAsync 1 |" in text
