@@ -24,11 +24,11 @@ from dllm.canvas import Canvas, infill_canvas
 from dllm.config import ALIASES, GenerationConfig
 from dllm.denoise import DenoiseLoop
 from dllm.denoise_state import check_request
-from dllm.infill_rows import Task, check_fit, read_tasks
+from dllm.infill_rows import Task, border_white_space, check_fit, read_tasks
 from dllm.noise import CounterNoise
 from dllm.output import HistoryFrame, InfillOutput, Stats
 from dllm.resize import Resize
-from dllm.white_space import Border, HealedRow, WhiteSpace, gap_laws, heal, white_space_of
+from dllm.white_space import Border, HealedRow, gap_laws, heal
 
 if TYPE_CHECKING:
     from dllm.pipeline import DiffusionLM
@@ -83,8 +83,7 @@ def infill(
         raise ValueError("infill needs a tokenizer and this model has none")
     if not isinstance(heal_white_space, bool):
         raise TypeError(f"heal_white_space must be a bool: got {heal_white_space!r}")
-    white_space = border_white_space(lm) if heal_white_space else None
-    tasks = read_tasks(lm, prefix, suffix, length, messages, template, gaps, white_space)
+    tasks = read_tasks(lm, prefix, suffix, length, messages, template, gaps, heal_white_space)
     check_fit(lm, tasks, max_length)
     config = GenerationConfig.from_kwargs(options)
     if config.noise is None:
@@ -144,18 +143,6 @@ def _growing(config: GenerationConfig, max_length: int, start_length: Any, grow:
             f"max_length {max_length} and resize.max_gap_length must be equal: got {resize.max_gap_length}"
         )
     return replace(config, resize=resize, block_length=config.block_length or max_length), start_length
-
-
-def border_white_space(lm: Any) -> WhiteSpace | None:
-    """What the model may write of the white space before a gap; None where it can do nothing about it.
-
-    None: a tokenizer whose tokens are no bytes, and a model whose open slots hold random tokens.
-    """
-    spec = lm.spec
-    never = (spec.mask_token_id, spec.filler_token_id, spec.expand_token_id, spec.delete_token_id, *spec.eos_token_ids)
-    if hasattr(lm.model, "soft_embed"):
-        return None
-    return white_space_of(lm.tokenizer, spec.vocab_size, tuple(token for token in never if token is not None))
 
 
 def _run(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dllm.prompts import apply_template, conversations, encode_text
-from dllm.white_space import Border, WhiteSpace
+from dllm.white_space import Border, WhiteSpace, white_space_of
 
 if TYPE_CHECKING:
     from dllm.pipeline import DiffusionLM
@@ -46,13 +46,13 @@ def read_tasks(
     messages: Any,
     template: str | None,
     gaps: Mapping[str, Any] | None,
-    white_space: WhiteSpace | None,
+    heals: bool,
 ) -> list[Task]:
-    """The rows that a user asks for; white_space: what may be written by the model, or None. Raises what ``DiffusionLM.infill`` says."""
+    """The rows that a user asks for; heals: the model may write white space before a gap. Raises what ``DiffusionLM.infill`` says."""
     if template is not None:
         if prefix is not None or suffix != "" or messages is not None or length != "auto":
             raise ValueError("template goes with gaps alone: prefix, suffix, length and messages must not be given")
-        return [_template_task(lm, template, gaps, white_space)]
+        return [_template_task(lm, template, gaps, heals)]
     if gaps is not None:
         raise ValueError("gaps goes with template: got gaps without it")
     if prefix is None:
@@ -74,7 +74,7 @@ def read_tasks(
     tasks = []
     for before, after, n, chat in zip(prefixes, suffixes, lengths, chats, strict=True):
         parts = [encode_text(lm.tokenizer, before), encode_text(lm.tokenizer, after)]
-        cuts = _cuts(lm, [before, after], white_space)
+        cuts = _cuts(lm, [before, after], heals)
         if chat is not None:
             # The assistant's turn begins with the prefix and is closed after the suffix.
             header = apply_template(lm.tokenizer, chat)
@@ -84,17 +84,29 @@ def read_tasks(
     return tasks
 
 
-def _cuts(lm: DiffusionLM, texts: list[str], white_space: WhiteSpace | None) -> dict[int, tuple[list[int], bytes]]:
+def _cuts(lm: DiffusionLM, texts: list[str], heals: bool) -> dict[int, tuple[list[int], bytes]]:
     """``Task.cuts`` of these texts, behind each of which but the last there is a gap."""
     cuts: dict[int, tuple[list[int], bytes]] = {}
-    if white_space is None:
-        return cuts
     for k, text in enumerate(texts[:-1]):
-        bare, white = white_space.split(text)
+        # Most texts need no look at the vocabulary, whose reading takes a moment.
+        white_space = border_white_space(lm) if heals and text != text.rstrip() else None
+        bare, white = (text, b"") if white_space is None else white_space.split(text)
         ids = encode_text(lm.tokenizer, bare) if white else []
         if ids:
             cuts[k] = (ids, white)
     return cuts
+
+
+def border_white_space(lm: Any) -> WhiteSpace | None:
+    """What the model may write of the white space before a gap; None where it can do nothing about it.
+
+    None: a tokenizer whose tokens are no bytes, and a model whose open slots hold random tokens.
+    """
+    spec = lm.spec
+    never = (spec.mask_token_id, spec.filler_token_id, spec.expand_token_id, spec.delete_token_id, *spec.eos_token_ids)
+    if hasattr(lm.model, "soft_embed"):
+        return None
+    return white_space_of(lm.tokenizer, spec.vocab_size, tuple(token for token in never if token is not None))
 
 
 def _texts(name: str, value: Any) -> list[str]:
@@ -105,9 +117,7 @@ def _texts(name: str, value: Any) -> list[str]:
     return texts
 
 
-def _template_task(
-    lm: DiffusionLM, template: str, gaps: Mapping[str, Any] | None, white_space: WhiteSpace | None
-) -> Task:
+def _template_task(lm: DiffusionLM, template: str, gaps: Mapping[str, Any] | None, heals: bool) -> Task:
     names = _MARK.findall(template)
     if not names:
         raise ValueError("template must hold at least one {{name}} mark: got none")
@@ -123,7 +133,7 @@ def _template_task(
     parts = [encode_text(lm.tokenizer, text) for text in texts]
     parts[0] = _start(lm, parts[0])
     lengths = [_length(given.get(name, "auto")) for name in names]
-    return Task(texts, parts, lengths, _cuts(lm, texts, white_space))
+    return Task(texts, parts, lengths, _cuts(lm, texts, heals))
 
 
 def _start(lm: DiffusionLM, ids: list[int]) -> list[int]:

@@ -269,10 +269,10 @@ class DiffusionLM:
         belongs to the next token; a cut inside of a word is taken as it is. Nothing is healed where the text is white space only, where no
         tokens write it, or by a tokenizer whose tokens are no bytes. False: given text is cut into tokens by itself.
 
-        length: tokens of the gap, an int >= 0, which the fill has exactly; or "auto", at most max_length tokens, found by
-        length_method: "grow" (where the model can expand and delete slots), else "window" (where it has a filler token, as the shipped
-        models, which nearly always fill the whole window: give them lengths), else "score"; see ``dllm.infill``. start_length: masks that
-        a growing gap begins with. Only "window" searches several gaps of one row.
+        length: tokens of the fill, an int >= 0, which it has exactly (tokens of healed white space alone come on top); or "auto", at most
+        max_length tokens, found by length_method: "grow" (where the model can expand and delete slots), else "window" (where it has a
+        filler token, as the shipped models, which nearly always fill the whole window: give them lengths), else "score"; see
+        ``dllm.infill``. start_length: masks that a growing gap begins with. Only "window" searches several gaps of one row.
 
         kwargs: as for ``generate``; max_new_tokens, min_new_tokens, num_return_sequences, eos_token_id, stop_strings and streamer are
         refused with TypeError, as are unknown names. Raises ValueError without a tokenizer, for texts that do not fit together or into the

@@ -112,7 +112,8 @@ class Border:
 
     whole: its ids as they are without healing; bare: without the white space at its end; rest: bytes of that which are still to be
     written (b"" from the start: nothing to heal); white: tokens of white space alone that were chosen; first: the token that ended the
-    white space and begins the fill, or None, held: how many bytes of it are white space, log_prob: nats of it among those that fit.
+    white space and begins the fill, or None, held: how many bytes of it are white space, log_prob: nats of it among those that fit;
+    healed: all of it is written.
     """
 
     whole: list[int]
@@ -192,7 +193,6 @@ def heal(
     temperature: float,
     filters: dict[str, Any],
     limit: int,
-    now: Callable[[], float] = time.perf_counter,
 ) -> Stats:
     """Write the white space of every border, one token a forward; mutates the rows; the cost of the call.
 
@@ -200,7 +200,7 @@ def heal(
     numbers of a stream of its own. limit: tokens that a row may have. A border whose row would exceed it, or where a processor bars
     every token that fits, goes back to the text as it is. Raises ValueError for logits that are not finite.
     """
-    total, started, number = Stats(), now(), 0
+    total, started, number = Stats(), time.perf_counter(), 0
     while True:
         for row in rows:
             if row.total > limit:
@@ -235,7 +235,7 @@ def heal(
                 border.take(tokens[i][k], piece, log_probs[i][k])
         total.nfe += 1
         total.positions += sum(counts)
-        total.prefill_s = now() - started
+        total.prefill_s = time.perf_counter() - started
         for b in places:
             rows[b].stats.prefill_s = total.prefill_s
         number += 1

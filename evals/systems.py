@@ -19,7 +19,7 @@ from dllm.evals.judge import Judge
 from dllm.evals.measure import filled
 from dllm.evals.task import Sample
 from dllm.evals.tasks._common import cut_at
-from dllm.infill import border_white_space
+from dllm.infill_rows import border_white_space
 from dllm.likelihood import chain_log_likelihood
 from dllm.output import GenerationOutput, HistoryFrame, Stats
 from dllm.prompts import apply_template, encode_text

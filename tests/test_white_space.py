@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dllm.infill import border_white_space
+from dllm.infill_rows import border_white_space
 from dllm.likelihood import chain_log_likelihood
 from dllm.pipeline import DiffusionLM
 from dllm.target import load_tokenizer, target_folder
@@ -145,6 +145,12 @@ def test_without_white_space_behind_a_text_nothing_is_healed_and_nothing_more_is
     assert [(f.stats.nfe, f.stats.positions) for f in fills[:1]] == [
         (f.stats.nfe, f.stats.positions) for f in fills[1:]
     ]
+
+
+def test_without_white_space_the_vocabulary_is_not_even_read(monkeypatch):
+    monkeypatch.setattr("dllm.infill_rows.white_space_of", lambda *args: pytest.fail("nobody needs it"))
+    assert code_lm().infill(["ab", ""], ["\n", " "], 2).white_space_ids == [[None], [None]]
+    assert code_lm().infill("ab ", "c", 2, heal_white_space=False).white_space_ids == [[None]]
 
 
 def test_a_gap_of_no_length_heals_nothing():

@@ -15,7 +15,7 @@ from dllm.evals.run_store import load_run
 from dllm.evals.runner import Extras, run_task
 from dllm.evals.systems import FILL_REQUEST, ARSystem, DiffusionSystem
 from dllm.evals.task import Sample
-from dllm.infill import border_white_space
+from dllm.infill_rows import border_white_space
 from dllm.likelihood import chain_log_likelihood
 from tests.evals.fakes import EchoTask, FakeTokenizer
 from tests.evals.test_runner import ar_model
