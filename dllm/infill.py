@@ -7,31 +7,34 @@ A length may be given. "auto" is a search scored by the model, or what the model
   filler is the fill. One pass, any number of gaps.
 - ``score``: every length of a geometric ladder up to ``max_length`` is filled (one batch), and the fill with the highest mean log
   probability per token, as each token was committed, wins; then the lengths between its neighbours are tried. One gap only.
+
+White space at the end of the text before a gap is written by the model, as the beginning of the gap's tokens (``dllm/white_space.py``).
+Tokens of white space alone come on top of a gap's length; the one that ends the white space and begins the fill is a token of the fill.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dllm.canvas import infill_canvas
+from dllm.canvas import Canvas, infill_canvas
 from dllm.config import ALIASES, GenerationConfig
-from dllm.denoise import DenoiseLoop, DenoiseResult
+from dllm.denoise import DenoiseLoop
+from dllm.denoise_state import check_request
+from dllm.infill_rows import Task, border_white_space, check_fit, read_tasks
 from dllm.noise import CounterNoise
-from dllm.output import InfillOutput, Stats
-from dllm.prompts import apply_template, conversations, encode_text
+from dllm.output import HistoryFrame, InfillOutput, Stats
 from dllm.resize import Resize
+from dllm.white_space import Border, HealedRow, gap_laws, heal
 
 if TYPE_CHECKING:
     from dllm.pipeline import DiffusionLM
 
 START_LENGTH = 4
 """Masks that a growing gap starts with."""
-_MARK = re.compile(r"\{\{\s*([A-Za-z_]\w*)\s*\}\}")
 _NOT_FOR_INFILL = (
     "max_new_tokens",
     "min_new_tokens",
@@ -43,22 +46,14 @@ _NOT_FOR_INFILL = (
 
 
 @dataclass
-class _Task:
-    """One row: its texts, their ids, and the length of each gap (None: search)."""
-
-    texts: list[str]
-    parts: list[list[int]]
-    lengths: list[int | None]
-
-
-@dataclass
 class _Filled:
-    """Fill ids of each gap of one row, its score (mean nats per token) and what it cost."""
+    """Fill ids of each gap of one row, the borders before them, its score (mean nats per token) and what it cost."""
 
     ids: list[list[int]]
+    borders: list[Border]
     score: float
     stats: Stats
-    history: Any = None
+    history: list[HistoryFrame] | None = None
 
 
 def infill(
@@ -70,6 +65,7 @@ def infill(
     messages: Sequence[Any] | None,
     template: str | None,
     gaps: Mapping[str, Any] | None,
+    heal_white_space: bool,
     kwargs: Mapping[str, Any],
 ) -> InfillOutput:
     """See ``DiffusionLM.infill``."""
@@ -85,8 +81,10 @@ def infill(
             raise TypeError(f"{name} has no meaning for infill: give length or max_length")
     if lm.tokenizer is None:
         raise ValueError("infill needs a tokenizer and this model has none")
-    tasks = _tasks(lm, prefix, suffix, length, messages, template, gaps)
-    _check_fit(lm, tasks, max_length)
+    if not isinstance(heal_white_space, bool):
+        raise TypeError(f"heal_white_space must be a bool: got {heal_white_space!r}")
+    tasks = read_tasks(lm, prefix, suffix, length, messages, template, gaps, heal_white_space)
+    check_fit(lm, tasks, max_length)
     config = GenerationConfig.from_kwargs(options)
     if config.noise is None:
         # Numbers belong to the user's rows, so that a row gives the same in a batch and alone.
@@ -111,17 +109,14 @@ def infill(
     if fixed:
         _run(lm, replace(config, resize=None), [tasks[b] for b in fixed], fixed, filled, total)
     if open_rows and search == "window":
-        wide = [
-            _Task(tasks[b].texts, tasks[b].parts, [max_length if n is None else n for n in tasks[b].lengths])
-            for b in open_rows
-        ]
+        wide = [tasks[b].of_lengths([max_length if n is None else n for n in tasks[b].lengths]) for b in open_rows]
         searched = [[n is None for n in tasks[b].lengths] for b in open_rows]
         _run(lm, config, wide, open_rows, filled, total, searched)
         _cut_at_filler(lm, [tasks[b] for b in open_rows], open_rows, filled)
     elif open_rows and search == "grow":
         if any(len(tasks[b].lengths) > 1 for b in open_rows):
             raise ValueError("length 'auto' for several gaps in a row cannot grow: give lengths")
-        small = [_Task(tasks[b].texts, tasks[b].parts, [start_length]) for b in open_rows]
+        small = [tasks[b].of_lengths([start_length]) for b in open_rows]
         _run(lm, config, small, open_rows, filled, total)
     elif open_rows:
         for b in open_rows:
@@ -150,107 +145,10 @@ def _growing(config: GenerationConfig, max_length: int, start_length: Any, grow:
     return replace(config, resize=resize, block_length=config.block_length or max_length), start_length
 
 
-def _tasks(
-    lm: DiffusionLM,
-    prefix: Any,
-    suffix: Any,
-    length: Any,
-    messages: Any,
-    template: str | None,
-    gaps: Mapping[str, Any] | None,
-) -> list[_Task]:
-    if template is not None:
-        if prefix is not None or suffix != "" or messages is not None or length != "auto":
-            raise ValueError("template goes with gaps alone: prefix, suffix, length and messages must not be given")
-        return [_template_task(lm, template, gaps)]
-    if gaps is not None:
-        raise ValueError("gaps goes with template: got gaps without it")
-    if prefix is None:
-        raise ValueError("prefix or template must be given: got neither")
-    prefixes = _texts("prefix", prefix)
-    if not prefixes:
-        raise ValueError("prefix must hold at least one row: got none")
-    suffixes = [suffix] * len(prefixes) if isinstance(suffix, str) else _texts("suffix", suffix)
-    if len(suffixes) != len(prefixes):
-        raise ValueError(f"suffix must be a str or one a row ({len(prefixes)}): got {len(suffixes)}")
-    lengths = list(length) if isinstance(length, Sequence) and not isinstance(length, str) else [length] * len(prefixes)
-    if len(lengths) != len(prefixes):
-        raise ValueError(f"length must be 'auto', an int or one a row ({len(prefixes)}): got {len(lengths)}")
-    chats: list[Any] = [None] * len(prefixes)
-    if messages is not None:
-        chats = conversations(messages)
-        if len(chats) != len(prefixes):
-            raise ValueError(f"messages must be one conversation a row ({len(prefixes)}): got {len(chats)}")
-    tasks = []
-    for before, after, n, chat in zip(prefixes, suffixes, lengths, chats, strict=True):
-        parts = [encode_text(lm.tokenizer, before), encode_text(lm.tokenizer, after)]
-        if chat is not None:
-            # The assistant's turn begins with the prefix and is closed after the suffix.
-            parts = [apply_template(lm.tokenizer, chat) + parts[0], parts[1] + list(lm.spec.eos_token_ids[:1])]
-        tasks.append(_Task([before, after], [_start(lm, parts[0]), parts[1]], [_length(n)]))
-    return tasks
-
-
-def _texts(name: str, value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, Sequence) else [value]
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"{name} must be a str or a list of str: got {text!r}")
-    return texts
-
-
-def _template_task(lm: DiffusionLM, template: str, gaps: Mapping[str, Any] | None) -> _Task:
-    names = _MARK.findall(template)
-    if not names:
-        raise ValueError("template must hold at least one {{name}} mark: got none")
-    if len(set(names)) != len(names):
-        raise ValueError(f"template marks must have different names: got {names}")
-    given = dict(gaps or {})
-    unknown = sorted(set(given) - set(names))
-    if unknown:
-        raise ValueError(f"gaps must name marks of the template {names}: got {unknown}")
-    texts = _MARK.split(template)[::2]
-    if any(not text for text in texts[1:-1]):
-        raise ValueError("template must have text between two marks: merge neighbouring gaps into one")
-    parts = [encode_text(lm.tokenizer, text) for text in texts]
-    parts[0] = _start(lm, parts[0])
-    return _Task(texts, parts, [_length(given.get(name, "auto")) for name in names])
-
-
-def _start(lm: DiffusionLM, ids: list[int]) -> list[int]:
-    """An empty first part gets the model's document start, since a shifted model reads a slot's law one row before it."""
-    if ids or not lm.spec.logits_shift:
-        return ids
-    if lm.spec.document_start_id is None:
-        raise ValueError(
-            "prefix must not be empty for this model: it predicts a token from the one before and has no document start"
-        )
-    return [lm.spec.document_start_id]
-
-
-def _length(value: Any) -> int | None:
-    if value == "auto":
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"length must be 'auto' or an int >= 0: got {value!r}")
-    if value < 0:
-        raise ValueError(f"length must be >= 0: got {value}")
-    return value
-
-
-def _check_fit(lm: DiffusionLM, tasks: list[_Task], max_length: int) -> None:
-    for b, task in enumerate(tasks):
-        total = sum(len(p) for p in task.parts) + sum(max_length if n is None else n for n in task.lengths)
-        if total > lm.spec.max_positions:
-            raise ValueError(
-                f"prefix, gaps and suffix must fit in {lm.spec.max_positions} positions: row {b} needs {total}"
-            )
-
-
 def _run(
     lm: DiffusionLM,
     config: GenerationConfig,
-    tasks: list[_Task],
+    tasks: list[Task],
     rows: list[int],
     filled: dict[int, _Filled],
     total: Stats,
@@ -260,56 +158,132 @@ def _run(
 
     searched: for each row its gaps that are windows, which the filler token may close.
     """
-    result = _denoise(lm, config, tasks, rows, searched)
-    _add(total, result.stats)
-    for i, row in enumerate(rows):
-        spans = _spans(tasks[i])
-        if config.resize is not None:
-            # The one gap begins where it began and has the slots that it has grown to.
-            spans = [(spans[0][0], spans[0][0] + result.useful[i])]
-        ids = [result.canvas[i][start:stop] for start, stop in spans]
-        count = sum(stop - start for start, stop in spans)
-        history = None if result.history is None else result.history[i]
-        filled[row] = _Filled(ids, result.log_confidence[i] / max(count, 1), result.row_stats[i], history)
+    found = _fill(lm, config, tasks, rows, total, searched)
+    filled.update(zip(rows, found, strict=True))
+
+
+def _fill(
+    lm: DiffusionLM,
+    config: GenerationConfig,
+    tasks: list[Task],
+    rows: list[int],
+    total: Stats,
+    searched: list[list[bool]] | None = None,
+) -> list[_Filled]:
+    """Fill tasks of known lengths, tasks[i] with the noise of the user's row rows[i]; adds what it cost to ``total``."""
+    # A noise object of the user's without select can serve its one row.
+    select = getattr(config.noise, "select", None)
+    noise = config.noise if select is None else select(torch.tensor(rows, device=lm.device))
+    healed = [HealedRow(task.borders(), [int(n or 0) for n in task.lengths], task.parts[-1]) for task in tasks]
+    limits = None
+    if any(border.rest for row in healed for border in row.borders):
+        request = lm._request(config, _canvas(lm, config, healed), infill=True, noise=noise)
+        check_request(lm.engine.model, request, len(healed))
+        # Steps spread over the blocks that the user sees, not over those that a decided token leaves.
+        limits, config = request.max_denoising_steps, replace(config, steps=None)
+        spare = 0 if config.resize is None else config.resize.max_gap_length - healed[0].lengths[0]
+        filters = {"top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p}
+        laws = gap_laws(lm.engine.model, request, healed, lm._canvas_spec(config))
+        white_space = border_white_space(lm)
+        assert white_space is not None, "tasks have cuts only where it is there"
+        limit = lm.spec.max_positions - spare
+        _add(total, heal(healed, laws, white_space, noise, config.temperature, filters, limit))
+    if config.resize is None:
+        return _denoise(lm, config, healed, noise, limits, total, searched)
+    # A first token that is decided takes a slot from what its row may grow to, and that is one number a call.
+    found: dict[int, _Filled] = {}
+    for begun in (0, 1):
+        places = [i for i, row in enumerate(healed) if len(row.borders[0].begun) == begun]
+        most, part = config.resize.max_gap_length - begun, [healed[i] for i in places]
+        for row in part:
+            # One mask at least, from which the gap can grow.
+            row.lengths[0] = begun + max(row.lengths[0] - begun, min(1, most))
+        if places:
+            less = replace(config, resize=replace(config.resize, max_gap_length=most) if most else None)
+            chosen = noise if len(places) == len(healed) else noise.select(torch.tensor(places, device=lm.device))
+            kept = [limits[i] for i in places] if isinstance(limits, list) else limits
+            found.update(zip(places, _denoise(lm, less, part, chosen, kept, total), strict=True))
+    return [found[i] for i in range(len(healed))]
+
+
+def _canvas(lm: DiffusionLM, config: GenerationConfig, rows: list[HealedRow]) -> Canvas:
+    parts, lengths = [row.parts for row in rows], [row.open_lengths for row in rows]
+    canvas = infill_canvas(parts, lengths, lm._canvas_spec(config), lm.device)
+    return canvas if config.resize is None else config.resize.widen(canvas, lm.spec)
 
 
 def _denoise(
     lm: DiffusionLM,
     config: GenerationConfig,
-    tasks: list[_Task],
-    rows: list[int],
+    rows: list[HealedRow],
+    noise: Any,
+    limits: Any,
+    total: Stats,
     searched: list[list[bool]] | None = None,
-) -> DenoiseResult:
-    parts, lengths = [t.parts for t in tasks], [[int(n or 0) for n in t.lengths] for t in tasks]
-    canvas = infill_canvas(parts, lengths, lm._canvas_spec(config), lm.device)
-    if config.resize is not None:
-        canvas = config.resize.widen(canvas, lm.spec)
+) -> list[_Filled]:
+    """Fill what is open in rows whose borders are decided; limits: replaces the steps that the config allows, or None."""
+    canvas = _canvas(lm, config, rows)
     windows = None
     if searched is not None:
         windows = torch.zeros_like(canvas.masked)
-        for b, (task, flags) in enumerate(zip(tasks, searched, strict=True)):
-            for (start, stop), flag in zip(_spans(task), flags, strict=True):
+        for b, (row, flags) in enumerate(zip(rows, searched, strict=True)):
+            for (start, stop), flag in zip(_spans(row), flags, strict=True):
                 windows[b, start:stop] = flag
-    # A noise object of the user's without select can serve its one row.
-    select = getattr(config.noise, "select", None)
-    noise = config.noise if select is None else select(torch.tensor(rows, device=lm.device))
-    loop = DenoiseLoop(lm.engine.model, lm._request(config, canvas, infill=True, noise=noise, windows=windows))
+    request = lm._request(config, canvas, infill=True, noise=noise, windows=windows)
+    request = request if limits is None else replace(request, max_denoising_steps=limits)
+    loop = DenoiseLoop(lm.engine.model, request)
     for view in loop.run():
         lm._notify(config, view)
-    return loop.result()
+    result = loop.result()
+    _add(total, result.stats)
+    found = []
+    for b, row in enumerate(rows):
+        spans = _spans(row)
+        if config.resize is not None:
+            # The one gap begins where it began and has the slots that it has grown to.
+            spans = [(spans[0][0], spans[0][0] + result.useful[b])]
+        ids = [
+            border.begun + result.canvas[b][start:stop]
+            for border, (start, stop) in zip(row.borders, spans, strict=True)
+        ]
+        score = result.log_confidence[b] + sum(border.log_prob for border in row.borders)
+        stats = result.row_stats[b]
+        stats.useful_tokens += sum(len(border.begun) for border in row.borders)
+        _add(stats, row.stats)
+        history = None if result.history is None else _with_begun(result.history[b], row)
+        found.append(_Filled(ids, row.borders, score / max(sum(map(len, ids)), 1), stats, history))
+    return found
 
 
-def _spans(task: _Task) -> list[tuple[int, int]]:
-    """Canvas slots of each gap of a task whose lengths are known."""
+def _with_begun(frames: list[HistoryFrame], row: HealedRow) -> list[HistoryFrame]:
+    """The frames with what the borders cost, and from the first token of the fill on; later gaps' first tokens are in them already."""
+    # If it is all of its gap, the frames begin with a later one.
+    begun = row.borders[0].begun if row.open_lengths[0] else []
+    given = [False] * len(begun)
+    return [
+        replace(
+            frame,
+            nfe=frame.nfe + row.stats.nfe,
+            token_ids=begun + frame.token_ids,
+            masked=given + frame.masked,
+            new=given + frame.new,
+            provisional_ids=begun + frame.provisional_ids,
+        )
+        for frame in frames
+    ]
+
+
+def _spans(row: HealedRow) -> list[tuple[int, int]]:
+    """Canvas slots of the open part of each gap."""
     at, spans = 0, []
-    for part, gap in zip(task.parts, [*task.lengths, 0], strict=True):
-        at += len(part)
-        spans.append((at, at + int(gap or 0)))
-        at += int(gap or 0)
-    return spans[:-1]
+    for border, length in zip(row.borders, row.open_lengths, strict=True):
+        at += len(border.before)
+        spans.append((at, at + length))
+        at += length
+    return spans
 
 
-def _cut_at_filler(lm: DiffusionLM, tasks: list[_Task], rows: list[int], filled: dict[int, _Filled]) -> None:
+def _cut_at_filler(lm: DiffusionLM, tasks: list[Task], rows: list[int], filled: dict[int, _Filled]) -> None:
     filler = lm.spec.filler_token_id
     for task, row in zip(tasks, rows, strict=True):
         for k, wanted in enumerate(task.lengths):
@@ -319,7 +293,7 @@ def _cut_at_filler(lm: DiffusionLM, tasks: list[_Task], rows: list[int], filled:
         filled[row].stats.useful_tokens = sum(len(ids) for ids in filled[row].ids)
 
 
-def _search(lm: DiffusionLM, config: GenerationConfig, task: _Task, row: int, max_length: int, total: Stats) -> _Filled:
+def _search(lm: DiffusionLM, config: GenerationConfig, task: Task, row: int, max_length: int, total: Stats) -> _Filled:
     """The best-scoring length for one row: a geometric ladder, then the lengths between the best step's neighbours."""
     if len(task.lengths) > 1:
         raise ValueError(
@@ -347,21 +321,14 @@ def _search(lm: DiffusionLM, config: GenerationConfig, task: _Task, row: int, ma
 def _try(
     lm: DiffusionLM,
     config: GenerationConfig,
-    task: _Task,
+    task: Task,
     row: int,
     lengths: list[int],
     tried: dict[int, _Filled],
     cost: Stats,
 ) -> None:
-    tasks = [_Task(task.texts, task.parts, [n]) for n in lengths]
-    found: dict[int, _Filled] = {}
-    result = _denoise(lm, config, tasks, [row] * len(lengths))
-    _add(cost, result.stats)
-    for i, n in enumerate(lengths):
-        start, stop = _spans(tasks[i])[0]
-        history = None if result.history is None else result.history[i]
-        found[n] = _Filled([result.canvas[i][start:stop]], result.log_confidence[i] / n, result.row_stats[i], history)
-    tried.update(found)
+    tasks = [task.of_lengths([n]) for n in lengths]
+    tried.update(zip(lengths, _fill(lm, config, tasks, [row] * len(lengths), cost), strict=True))
 
 
 def _add(total: Stats, part: Stats) -> None:
@@ -371,10 +338,10 @@ def _add(total: Stats, part: Stats) -> None:
     total.decode_s += part.decode_s
 
 
-def _output(lm: DiffusionLM, tasks: list[_Task], filled: Mapping[int, _Filled], total: Stats) -> InfillOutput:
+def _output(lm: DiffusionLM, tasks: list[Task], filled: Mapping[int, _Filled], total: Stats) -> InfillOutput:
     texts, fills = [], []
     for b, task in enumerate(tasks):
-        spans = [lm._decode(ids) for ids in filled[b].ids]
+        spans = [_text(lm, *gap) for gap in zip(filled[b].ids, filled[b].borders, strict=True)]
         text = task.texts[0]
         for span, part in zip(spans, task.texts[1:], strict=True):
             text += span + part
@@ -390,5 +357,13 @@ def _output(lm: DiffusionLM, tasks: list[_Task], filled: Mapping[int, _Filled], 
         scores=[row.score for row in rows],
         stats=total,
         row_stats=[row.stats for row in rows],
-        history=[row.history for row in rows] if any(row.history is not None for row in rows) else None,
+        history=[row.history or [] for row in rows] if any(row.history is not None for row in rows) else None,
+        white_space_ids=[[border.white if border.healed else None for border in row.borders] for row in rows],
     )
+
+
+def _text(lm: DiffusionLM, ids: list[int], border: Border) -> str:
+    """What the fill adds to the given text."""
+    white_space = border_white_space(lm) if border.healed else None
+    # A tokenizer's own decoder may drop white space at a text's beginning.
+    return lm._decode(ids) if white_space is None else white_space.decode(ids, border.held)

@@ -27,6 +27,8 @@ STREAM_RESIDUAL = 3
 """Uniforms that draw from residual laws."""
 STREAM_CANVAS = 4
 """Uniforms that put random tokens into open slots (uniform corruption)."""
+STREAM_BORDER = 5
+"""Uniforms that choose the tokens of white space before a gap."""
 
 
 def _mul32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

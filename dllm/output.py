@@ -90,7 +90,10 @@ class InfillOutput:
     """Result of ``infill``.
 
     texts: whole texts, the given parts unchanged; fills: the filled spans, one list a row (a plain str where there is one gap);
-    fill_ids: their tokens; lengths: chosen lengths in tokens; scores: model score of the chosen fill, mean nats per predicted token.
+    fill_ids: their tokens, of which the first may begin with white space of the text before the gap (fills leave that out, for it is
+    given); lengths: chosen lengths in tokens; scores: model score of the chosen fill, mean nats per predicted token;
+    white_space_ids: for each gap the tokens before fill_ids that the model chose to write white space of the given text and nothing else,
+    None where the text before the gap stood whole.
     """
 
     texts: list[str]
@@ -101,3 +104,4 @@ class InfillOutput:
     stats: Stats
     row_stats: list[Stats]
     history: list[list[HistoryFrame]] | None = None
+    white_space_ids: list[list[list[int] | None]] = field(default_factory=list)

@@ -254,24 +254,31 @@ class DiffusionLM:
         messages: Sequence[Any] | None = None,
         template: str | None = None,
         gaps: Mapping[str, Any] | None = None,
+        heal_white_space: bool = True,
         **kwargs: Any,
     ) -> InfillOutput:
         """Fill the gap between prefix and suffix, or the gaps of a template.
 
         Raw text unless ``messages`` is given (a conversation whose answer begins with prefix and ends with suffix). prefix may be a
         list, one a row, and suffix, length and messages with it. template: one text with ``{{name}}`` marks; gaps: a length for each
-        name ("auto" where none is given). A blank before a gap stays there, so leave it to the fill, whose tokens bring their own.
+        name ("auto" where none is given).
 
-        length: tokens of the gap, an int >= 0, which the fill has exactly; or "auto", at most max_length tokens, found by
-        length_method: "grow" (where the model can expand and delete slots), else "window" (where it has a filler token, as the shipped
-        models, which nearly always fill the whole window: give them lengths), else "score"; see ``dllm.infill``. start_length: masks that
-        a growing gap begins with. Only "window" searches several gaps of one row.
+        heal_white_space: white space at the end of the text before a gap is written by the model, in one further forward for each token of
+        it (mostly one or two), as the beginning of the gap's tokens: tokenizers join it with what follows, so that a text cut behind it is
+        one that no model was trained on. prefix + fill + suffix stay what was given, byte for byte. Only white space, which nearly always
+        belongs to the next token; a cut inside of a word is taken as it is. Nothing is healed where the text is white space only, where no
+        tokens write it, or by a tokenizer whose tokens are no bytes. False: given text is cut into tokens by itself.
+
+        length: tokens of the fill, an int >= 0, which it has exactly (tokens of healed white space alone come on top); or "auto", at most
+        max_length tokens, found by length_method: "grow" (where the model can expand and delete slots), else "window" (where it has a
+        filler token, as the shipped models, which nearly always fill the whole window: give them lengths), else "score"; see
+        ``dllm.infill``. start_length: masks that a growing gap begins with. Only "window" searches several gaps of one row.
 
         kwargs: as for ``generate``; max_new_tokens, min_new_tokens, num_return_sequences, eos_token_id, stop_strings and streamer are
         refused with TypeError, as are unknown names. Raises ValueError without a tokenizer, for texts that do not fit together or into the
         model's positions, for a length below 0, and for a length_method that the model or the number of gaps does not allow.
         """
-        return run_infill(self, prefix, suffix, length, max_length, messages, template, gaps, kwargs)
+        return run_infill(self, prefix, suffix, length, max_length, messages, template, gaps, heal_white_space, kwargs)
 
     def loglikelihood(
         self, context: Any, continuation: Any, method: str = "mc", seed: int = 0, num_samples: int = 128

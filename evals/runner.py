@@ -288,13 +288,16 @@ def _judged(
     for sample, answer in zip(samples, answers, strict=True):
         tokenizer = other or system.tokenizer
         after = tokenizer.encode(sample.suffix, add_special_tokens=False) if sample.suffix else []
+        white = sample.prefix[len(sample.prefix.rstrip()) :] if answer.white_space_ids is not None else ""
         if other is not None or sample.kind == "infill":
-            # The judge reads an infill as the text that it is, however the model was asked.
-            text = sample.prefix if sample.kind == "infill" else _plain_text(sample)
+            # The judge reads an infill as the text that it is, however the model was asked; white space that the model wrote is scored.
+            text = sample.prefix.removesuffix(white) if sample.kind == "infill" else _plain_text(sample)
             context = tokenizer.encode(text, add_special_tokens=False) if text else [tokenizer.eos_token_id]
         else:
             context = system.context_ids(sample)
-        written = tokenizer.encode(answer.text, add_special_tokens=False) if other is not None else answer.token_ids
+        written = [*(answer.white_space_ids or ()), *answer.token_ids]
+        if other is not None:
+            written = tokenizer.encode(white + answer.text, add_special_tokens=False)
         contexts.append(context)
         continuations.append([*written, *after])
     scores = extras.judge.score(contexts, continuations)

@@ -44,10 +44,10 @@ def wish(token, times=1000):
 )
 def test_a_gap_gets_the_length_that_the_model_asks_for_within_the_limit(token, times, length):
     lm = lm_of()
-    fill = lm.infill("the cab ", " abc.", max_length=12, sampler="low_confidence", logits_processor=wish(token, times))
+    fill = lm.infill("the cab", " abc.", max_length=12, sampler="low_confidence", logits_processor=wish(token, times))
     assert fill.lengths == [[length]]
     assert fill.fill_ids == [[[PLAIN] * length]]
-    assert fill.texts == ["the cab " + fill.fills[0] + " abc."]
+    assert fill.texts == ["the cab" + fill.fills[0] + " abc."]
     assert fill.stats.useful_tokens == length
 
 

@@ -114,16 +114,6 @@ def cut_at(text: str, stop: Sequence[str]) -> str:
     return text[: min((at for at in (text.find(s) for s in stop) if at >= 0), default=len(text))]
 
 
-def from_the_word(prefix: str, middle: str) -> tuple[str, str]:
-    """(prefix, middle): white space at the end of the prefix moved to the front of the middle, unless the prefix is nothing else.
-
-    Tokenizers join white space with what follows it: a line break and the indentation behind it are one token. A prefix that ends in a
-    line break is therefore a text such as no model was trained on, and what a model writes behind it says little about the model.
-    """
-    cut = len(prefix.rstrip())
-    return (prefix[:cut], prefix[cut:] + middle) if cut else (prefix, middle)
-
-
 def run_tests(task: str, execute: Callable[..., Any] | None, program: str, tests: str) -> float:
     """1.0 if the program passes, else 0.0. Raises ValueError without ``execute``."""
     if execute is None:

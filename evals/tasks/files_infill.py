@@ -2,8 +2,7 @@
 
 Dataset: the text files below a folder or one file (``--files DIR``). Skipped: hidden names, what is not UTF-8, files over 1 MB.
 Split: all; `per_file` gaps a file at most, drawn by the seed.
-Prompt: the file's text before and after the gap, apart, each cut to ``context`` characters next to the gap. White space before the gap is
-    a part of it (`from_the_word`).
+Prompt: the file's text before and after the gap, apart, each cut to ``context`` characters next to the gap.
     line: a whole line without its line break, at least 4 characters beside white space.
     span: 8 to ``max_span`` characters that begin and end anywhere, over line breaks too, with at least 4 beside white space.
 Metric: exact_match (white space counts as one blank), edit_similarity (characters), rouge_l (words).
@@ -20,7 +19,7 @@ from typing import Any, Literal
 
 from dllm.evals.metrics import edit_similarity, exact_match, rouge_l
 from dllm.evals.task import Kind, Sample
-from dllm.evals.tasks._common import draw, from_the_word
+from dllm.evals.tasks._common import draw
 
 MAX_FILE_BYTES = 1_000_000
 MIN_VISIBLE = 4
@@ -82,13 +81,12 @@ class FilesInfill:
         return draw(found, limit, seed)
 
     def _sample(self, name: str, text: str, start: int, end: int) -> Sample:
-        prefix, middle = from_the_word(text[max(0, start - self.context) : start], text[start:end])
         return Sample(
             id=f"{name}:{start}-{end}",
             kind="infill",
-            prefix=prefix,
+            prefix=text[max(0, start - self.context) : start],
             suffix=text[end : end + self.context],
-            reference=middle,
+            reference=text[start:end],
             max_new_tokens=64 if self.unit == "line" else max(16, self.max_span // 2),
             meta={"line": text.count("\n", 0, start) + 1},
         )

@@ -4,9 +4,8 @@ Dataset: HumanEval-Infilling (Bavarian et al. 2022, arXiv:2207.14255, section 4.
     loubnabnl/humaneval_infilling. single_line: one line of the solution is missing; multi_line: some consecutive lines; random_span:
     a span of characters; random_span_light: the same, drawn once a problem.
 Split: test (1,033, 5,815, 1,640 and 164 gaps).
-Prompt: prefix and suffix, apart: a model that is given one joined string cannot know what is missing. White space at the end of the
-    prefix belongs to the gap, the white space behind whole missing lines to the suffix, for that is where tokenizers part them
-    (`from_the_word`); the three texts joined are the data set's own.
+Prompt: prefix and suffix, apart: a model that is given one joined string cannot know what is missing. The white space behind whole
+    missing lines belongs to the suffix, for that is where tokenizers part them; the three texts joined are the data set's own.
 Metric: pass@1 of prefix + fill + suffix under the data set's tests; exact_match of the fill besides.
 Source: the data set's own rule, stricter where scores came out too high by mistake. The tests' `check` is called by us, after the
     program and compiled apart from it, so that tests that never ran cannot count as passed. An empty fill, and a blank one where
@@ -23,7 +22,7 @@ from typing import Any
 
 from dllm.evals.metrics import exact_match
 from dllm.evals.task import Kind, Sample
-from dllm.evals.tasks._common import draw, from_the_word, read_rows, run_tests
+from dllm.evals.tasks._common import draw, read_rows, run_tests
 
 SPLITS = {
     "single_line": ("HumanEval-SingleLineInfilling", 64),
@@ -62,13 +61,13 @@ class HumanEvalInfilling:
         return [self._sample(row) for row in draw([row for row in rows if row["canonical_solution"]], limit, seed)]
 
     def _sample(self, row: dict[str, Any]) -> Sample:
-        prefix, middle = from_the_word(row["prompt"], row["canonical_solution"])
+        middle = row["canonical_solution"]
         # Of a span that begins and ends anywhere, nobody but the data set knows that a line break ends it.
         end = len((middle.rstrip() or middle) if self.config in WHOLE_LINES else middle)
         return Sample(
             id=row["task_id"],
             kind="infill",
-            prefix=prefix,
+            prefix=row["prompt"],
             suffix=middle[end:] + row["suffix"],
             reference=middle[:end],
             max_new_tokens=self.max_new_tokens,

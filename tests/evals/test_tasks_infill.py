@@ -10,26 +10,11 @@ import pytest
 
 from dllm.evals.execution import Execution, execute
 from dllm.evals.task import Sample
-from dllm.evals.tasks._common import from_the_word
 from dllm.evals.tasks.files_infill import FilesInfill
 from dllm.evals.tasks.humaneval_infilling import SPLITS, HumanEvalInfilling
 from dllm.evals.tasks.registry import get_task
 
 HERE = Path(__file__).parents[1] / "data" / "evals"
-
-
-@pytest.mark.parametrize(
-    ("prefix", "middle", "wanted"),
-    [
-        ("def f():\n", "    return 1", ("def f():", "\n    return 1")),
-        ("x = [\n\n\t ", "1", ("x = [", "\n\n\t 1")),
-        ("a b", " c", ("a b", " c")),
-        ("\n", "first", ("\n", "first")),
-        ("", "all", ("", "all")),
-    ],
-)
-def test_white_space_before_a_gap_is_a_part_of_it(prefix, middle, wanted):
-    assert from_the_word(prefix, middle) == wanted
 
 
 @pytest.mark.parametrize("gap", SPLITS)
@@ -38,10 +23,10 @@ def test_prefix_reference_and_suffix_make_the_program_that_is_tested(gap):
     sample = task.samples(HERE / f"humaneval_infilling_{gap}.jsonl")[0]
     row = json.loads((HERE / f"humaneval_infilling_{gap}.jsonl").read_text().splitlines()[0])
     assert sample.prefix + sample.reference + sample.suffix == row["prompt"] + row["canonical_solution"] + row["suffix"]
-    assert sample.prefix == row["prompt"].rstrip() and (sample.prompt, sample.messages) == ("", ())
+    assert sample.prefix == row["prompt"] and (sample.prompt, sample.messages) == ("", ())
     lines = gap in ("single_line", "multi_line")
     assert sample.suffix == ("\n" if lines else "") + row["suffix"]
-    assert sample.reference.endswith(row["canonical_solution"].rstrip() if lines else row["canonical_solution"])
+    assert sample.reference == (row["canonical_solution"].rstrip() if lines else row["canonical_solution"])
     seen = []
 
     def spy(program, tests):
@@ -127,15 +112,12 @@ def test_gaps_are_cut_out_of_the_files_and_nothing_else_changes(unit, folder):
         start, end = map(int, place.split("-"))
         text = (folder / name).read_bytes().decode()
         assert sample.prefix + sample.reference + sample.suffix == text
-        # White space before the gap is a part of it, unless nothing else stands there.
-        blank, middle = sample.reference[: start - len(sample.prefix)], sample.reference[start - len(sample.prefix) :]
-        assert middle == text[start:end] and not blank.strip()
-        assert sample.prefix == (text[:start].rstrip() or text[:start])
+        assert (sample.prefix, sample.reference) == (text[:start], text[start:end])
         assert sample.meta["line"] == text[:start].count("\n") + 1
         if unit == "line":
-            assert "\n" not in middle and "\r" not in middle and sample.suffix[0] in "\r\n"
+            assert "\n" not in sample.reference and "\r" not in sample.reference and sample.suffix[0] in "\r\n"
         else:
-            assert 8 <= len(middle) <= 120
+            assert 8 <= len(sample.reference) <= 120
     assert max(sum(s.id.startswith("deep/a.py") for s in samples), 1) == 8
 
 
