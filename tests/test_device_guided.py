@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dllm import ARGuide
 from dllm.cache.block import BlockCache
@@ -22,8 +23,11 @@ from dllm.model.decoder import Decoder
 from dllm.model.fast_decoder import FastDecoder
 from dllm.noise import CounterNoise
 from dllm.request import DenoiseRequest, DenoiseResult
+from dllm.samplers.entropy import Entropy
 from dllm.samplers.guided import Guided
+from dllm.samplers.klass import Klass
 from dllm.samplers.sequential import Sequential
+from dllm.types import Noise, RowState, RowStats, Step
 from tests.test_device_loop import calm_decoder, request_of, same
 from tests.tiny import EOS, MASK, loop_request, prompt, tiny_decoder, tiny_spec
 
@@ -93,6 +97,26 @@ def test_ids_that_may_not_be_written_are_left_out_of_the_guides_law():
     for row, useful, start in zip(ours.canvas, ours.useful, (6, 3), strict=True):
         assert not banned[row[start : start + useful]].any()
     assert ours.log_confidence[0] < 0
+
+
+@dataclass(eq=True)
+class Loose:
+    """A sampler of the caller's own, which cannot be hashed."""
+
+    needs = frozenset({"top1", "logits"})
+
+    def step(self, rows: RowStats, canvas: Tensor, masked: Tensor, state: RowState, noise: Noise) -> Step:
+        return Step(rows.token, masked)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sampler", [Klass(), Entropy(), Loose()])
+def test_a_sampler_beside_a_guide_has_no_say_whatever_it_reads(sampler, monkeypatch):
+    monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
+    model = calm_decoder()
+    request = request_of([prompt(6), prompt(3)], 9, hook=hook_of(tiny_decoder(2)), sampler=sampler)
+    assert supports(request) is None
+    check(denoise_on_device(FastDecoder(model), request), denoise(model, request))
 
 
 @needs_kernels
