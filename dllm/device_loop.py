@@ -23,6 +23,7 @@ from dllm.denoise_state import banned_tokens, check_step, first_slot
 from dllm.device_hooks import free_dave, guide_of, refused
 from dllm.environment import kernels_mode
 from dllm.graphs import Buckets, Captured, Poll, capture, key_bucket, say_once
+from dllm.hooks import GuideHook
 from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import use_triton
 from dllm.kernels.denoise_step import MAX_BLOCK, DraftBuffers, StepBuffers, StepRule, commit_step, plan_step
@@ -94,6 +95,8 @@ class DeviceStep:
         assert isinstance(request.block_length, int), "supports passes whole block lengths only"
         self.block_length = request.block_length
         self.limited = request.max_denoising_steps is not None
+        # A guide reads the likeliest tokens, whatever the sampler beside it would.
+        self.needs = request.sampler.needs if guide_of(request) is None else GuideHook.needs
         self.temperature = request.temperature
         self.filters: dict[str, Any] = dict(top_k=request.top_k, top_p=request.top_p, min_p=request.min_p)
         self.width = width
@@ -232,7 +235,7 @@ class DeviceStep:
             # Rows run in step: the fault that the plain loop meets is the one of the earliest step.
             wrong = self.fault.any(0)
             first = wrong & (self.nfe == self.nfe[wrong].min())
-            check_step(loop.rows, self.sampler, self.decode_steps, *(self.fault & first).tolist())
+            check_step(loop.rows, loop.request.sampler, self.decode_steps, *(self.fault & first).tolist())
         numbers = torch.stack([self.nfe, self.positions, self.useful, self.stopped.long()]).tolist()
         canvas = self.state.canvas[:, : loop.state.canvas.shape[1]].tolist()
         log_confidence = self.log_confidence.tolist()
@@ -379,7 +382,7 @@ class DeviceStep:
 
     def _laws(self, source: Tensor, slots: Tensor) -> RowStats:
         """Statistics of the rows source [B, S], which predict slots [B, S]."""
-        needs, banned, temperature = self.sampler.needs, self.banned, self.temperature
+        needs, banned, temperature = self.needs, self.banned, self.temperature
         hidden = self.hidden.gather(1, spread(source, self.hidden))
         processed = self.spec.confidence == "processed"
         uniform = law = None
@@ -489,15 +492,18 @@ def _step_for(model: Any, request: DenoiseRequest, batch: int, steps: Steps) -> 
     guide = guide_of(request)
     kind: type[DeviceStep] = DeviceStep
     helper: Any = free_dave(request)
+    sampler = request.sampler
     if guide is not None:
         from dllm.device_guided import GuidedStep
 
         kind = GuidedStep
         own = tuple(p.data_ptr() for p in guide.model.parameters())
         helper = (guide.rule.guide_passes, hash(own))
+        # It has no say beside a guide, and only the samplers of ``SAMPLERS`` are known to be hashable.
+        sampler = None
     key = (
         (batch, width, request.block_length, len(request.eos_token_ids), request.canvas.ids.device),
-        (request.spec, request.cache, request.sampler, request.max_denoising_steps is not None),
+        (request.spec, request.cache, sampler, request.max_denoising_steps is not None),
         (request.temperature, request.top_k, request.top_p, request.min_p, kernels_mode(), helper),
         hash(weights),
     )

@@ -465,6 +465,8 @@ def lm_head_stats_triton(
         log_probs = _logits_of_ids(
             flat, weight, ids.reshape(rows, ids.shape[-1]).contiguous(), log_total, round_logits
         ).reshape(ids.shape)
+        if drop_banned and banned is not None:
+            log_probs = log_probs.masked_fill(banned[ids.clamp(0, vocab - 1)], -torch.inf)
     best_ids = best_values = None
     if candidates:
         # Tiles are in the order of ids, and a stable sort keeps it among equals.

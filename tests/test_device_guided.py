@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dllm import ARGuide
 from dllm.cache.block import BlockCache
@@ -22,8 +23,11 @@ from dllm.model.decoder import Decoder
 from dllm.model.fast_decoder import FastDecoder
 from dllm.noise import CounterNoise
 from dllm.request import DenoiseRequest, DenoiseResult
+from dllm.samplers.entropy import Entropy
 from dllm.samplers.guided import Guided
+from dllm.samplers.klass import Klass
 from dllm.samplers.sequential import Sequential
+from dllm.types import Noise, RowState, RowStats, Step
 from tests.test_device_loop import calm_decoder, request_of, same
 from tests.tiny import EOS, MASK, loop_request, prompt, tiny_decoder, tiny_spec
 
@@ -96,6 +100,50 @@ def test_ids_that_may_not_be_written_are_left_out_of_the_guides_law():
 
 
 @needs_kernels
+@pytest.mark.parametrize("passes", [None, 1])
+def test_nothing_is_committed_behind_a_stop_inside_an_accepted_draft(passes):
+    model = calm_decoder(0.05)
+    hook = hook_of(model, replace(EXACT, guide_passes=passes))
+    request = request_of([prompt(7, 1)], 8, hook=hook, eos_token_ids=())
+    text = denoise(model, request).canvas[0][7:]
+    for stop in set(text):
+        request = request_of([prompt(7, 1)], 8, hook=hook, eos_token_ids=(stop,))
+        check(guided_result(request, model), denoise(model, request))
+
+
+@needs_kernels
+def test_captured_guides_are_kept_by_guide_and_passes_and_leave_nothing_of_the_call_before(monkeypatch):
+    monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
+    model, steps = calm_decoder(), Buckets[DeviceStep]()
+    guides = [noisy(calm_decoder(), 1.0), tiny_decoder(2)]
+    for guide, passes, seed in ((0, None, 0), (0, None, 1), (0, 1, 1), (1, 1, 1)):
+        hook = hook_of(guides[guide], replace(EXACT, guide_passes=passes))
+        request = request_of([prompt(5, seed), prompt(3, seed)], 5, hook=hook, eos_token_ids=())
+        check(denoise_on_device(model, request, steps), denoise(model, request))
+    assert len(steps.built) == 3
+
+
+@dataclass(eq=True)
+class Loose:
+    """A sampler of the caller's own, which cannot be hashed."""
+
+    needs = frozenset({"top1", "logits"})
+
+    def step(self, rows: RowStats, canvas: Tensor, masked: Tensor, state: RowState, noise: Noise) -> Step:
+        return Step(rows.token, masked)
+
+
+@needs_kernels
+@pytest.mark.parametrize("sampler", [Klass(), Entropy(), Loose()])
+def test_a_sampler_beside_a_guide_has_no_say_whatever_it_reads(sampler, monkeypatch):
+    monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
+    model = calm_decoder()
+    request = request_of([prompt(6), prompt(3)], 9, hook=hook_of(tiny_decoder(2)), sampler=sampler)
+    assert supports(request) is None
+    check(denoise_on_device(FastDecoder(model), request), denoise(model, request))
+
+
+@needs_kernels
 def test_a_guide_without_a_law_is_named():
     guide = tiny_decoder(2)
     guide.head_weight[5] = float("nan")
@@ -123,6 +171,13 @@ def test_guides_are_left_to_the_host_where_their_steps_cannot_be_captured(monkey
     request = request_of([prompt(5)], 9, hook=hook_of(tiny_decoder(2)))
     assert supports(request) is None
     assert supports(replace(request, sampler=Sequential())) is None
+    assert supports(replace(request, hook=hook_of(tiny_decoder(2), replace(EXACT, verify_batch_size=8)))) is None
+    long = hook_of(tiny_decoder(2), replace(EXACT, verify_batch_size=200))
+    assert supports(replace(request, hook=long, block_length=128)) is None
+    assert supports(replace(request, hook=long, block_length=129)) == "a guide with blocks of 129"
+    watched = tiny_decoder(2)
+    watched.register_forward_hook(lambda *arguments: None)
+    assert supports(replace(request, hook=hook_of(watched))) == "a guide where modules have hooks"
     foreign = partial(ARGuide(tiny_decoder(2), vocabulary="text").start, tokenizer=None)
     for reason, changed in {
         "a guide that is not the guide's own greedy text": replace(request, temperature=0.5),

@@ -140,12 +140,13 @@ def test_bookkeeping_in_two_launches_equals_the_tensor_operations(sampler, first
     same(fused_result(request), denoise(MODEL, request))
 
 
-def calm_decoder() -> Decoder:
-    """A tiny decoder whose later predictions are mostly those of before, so that branches come true."""
+def calm_decoder(attention: float = 0.1) -> Decoder:
+    """A tiny decoder whose later predictions are mostly those of before, so that branches come true; attention: how little they depend
+    on each other."""
     model = tiny_decoder()
     for layer in model.layers:
         out: Any = layer.get_submodule("attention.out")
-        out.weight.mul_(0.1)
+        out.weight.mul_(attention)
     return model
 
 
@@ -186,6 +187,39 @@ def test_free_dave_in_captured_steps_equals_the_loop_with_the_hook(sampler, rule
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize(
+    ("row", "gen", "sampler", "rule", "options"),
+    [
+        # The last given token stands in the open block, so that its row, which predicts the first slot, differs from branch to branch.
+        (prompt(9, 4), 12, Threshold(2.0), FreeDave(4), dict(block_origin="zero", logits_shift=1, eos_token_ids=(0,))),
+        # A confirmed step commits as many tokens as one that was not drafted.
+        (prompt(12), 8, LowConfidence(2), FreeDave(5, 2), dict(first_slot="commit_first", logits_shift=0)),
+    ],
+)
+def test_branches_of_cut_blocks_and_of_several_tokens_a_step(row, gen, sampler, rule, options):
+    model = calm_decoder(0.2)
+    request = request_of([row], gen, sampler=sampler, hook=hook_starter(rule), **{"eos_token_ids": (), **options})
+    host, ours = denoise(model, request), fused_result(request, model)
+    same(ours, host)
+    assert ours.stats.accept_lengths == host.stats.accept_lengths
+    assert max(host.stats.accept_lengths) > getattr(sampler, "k", 1)
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+def test_captured_free_dave_is_kept_by_its_numbers_and_leaves_nothing_of_the_call_before(monkeypatch):
+    monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
+    model, steps = calm_decoder(), Buckets[DeviceStep]()
+    for draft_steps, seed in ((3, 0), (3, 1), (2, 1)):
+        request = request_of(
+            [prompt(5, seed)], 7, sampler=Threshold(2.0), hook=hook_starter(FreeDave(draft_steps)), eos_token_ids=()
+        )
+        host, ours = denoise(model, request), denoise_on_device(model, request, steps)
+        same(ours, host)
+        assert ours.stats.accept_lengths == host.stats.accept_lengths
+    assert len(steps.built) == 2
+
+
+@pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
 def test_a_draft_made_in_the_first_forward_is_used_on_the_device():
     # Nothing to prefill: the first forward decodes, and what it drafted is carried over.
     spec = tiny_spec(first_slot="commit_first", logits_shift=0, block_origin="zero")
@@ -209,6 +243,7 @@ def test_free_dave_is_left_to_the_host_where_its_steps_cannot_be_captured(monkey
     monkeypatch.setattr("dllm.device_hooks.use_triton", lambda tensor: True)
     request = request_of([prompt(5)], 9, hook=hook_starter(FreeDave(4)))
     assert supports(request) is None
+    assert supports(replace(request, hook=hook_starter(FreeDave(32)))) is None
     stored = request_of([prompt(5)], 9, hook=hook_starter(FreeDave(4)), first_slot="commit_store_pass")
     for reason, changed in {
         "FreeDave without the block cache and kernels": replace(request, cache=NoCache()),

@@ -127,11 +127,15 @@ def test_banned_ids_can_lose_their_mass_too(monkeypatch: pytest.MonkeyPatch, dev
     truth = lm_head_stats_reference(hidden, weight[kept], ALL, **values)
     poison(monkeypatch)
     arguments: dict[str, Any] = dict(hidden=hidden, weight=weight, needs=ALL, banned=banned, drop_banned=True, **values)
+    arguments["ids"] = torch.arange(weight.shape[0]).expand(hidden.shape[0], -1)
     for got in (lm_head_stats_reference(**arguments), lm_head_stats_triton(**on(device, arguments), tiles=SMALL)):
         assert torch.equal(kept[truth.token], got.token.cpu())
         for name in ("confidence", "log_total", "entropy", "margin"):
             a, b = getattr(got, name).cpu(), getattr(truth, name)
             torch.testing.assert_close(a, b, **TOLERANCE[torch.float32])
+        assert got.log_probs is not None
+        assert (got.log_probs.cpu().exp()[:, banned] == 0).all()
+        torch.testing.assert_close(got.log_probs.cpu().exp().sum(-1), torch.ones(hidden.shape[0]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
