@@ -98,7 +98,8 @@ def lm_head_stats_reference(
     if round_logits:
         logits = logits.to(hidden.dtype).float()
     if drop_banned and banned is not None:
-        logits = logits.masked_fill(banned, -torch.inf)
+        # A NaN is a fault wherever it stands, and stays.
+        logits = logits.masked_fill(banned & ~logits.isnan(), -torch.inf)
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     flat = logits.reshape(1, -1, vocab)
     number = None if uniform is None else uniform.reshape(1, -1)
@@ -189,7 +190,9 @@ def _partials_kernel(
         x = x.to(hidden.dtype.element_ty).to(tl.float32)
     x = tl.where(ids[:, None] < vocab, x, float("-inf"))
     if DROP:
-        x = tl.where(tl.load(banned + ids, mask=ids < vocab, other=1)[:, None] != 0, float("-inf"), x)
+        dropped = tl.load(banned + ids, mask=ids < vocab, other=1)[:, None] != 0
+        # A NaN is a fault wherever it stands, and stays.
+        x = tl.where(dropped & (x == x), float("-inf"), x)
     out = partials + row.to(tl.int64) * tiles + tile
     there = row < rows
     m = tl.max(x, axis=0)

@@ -144,9 +144,10 @@ def test_a_sampler_beside_a_guide_has_no_say_whatever_it_reads(sampler, monkeypa
 
 
 @needs_kernels
-def test_a_guide_without_a_law_is_named():
+@pytest.mark.parametrize("token", [5, MASK])
+def test_a_guide_without_a_law_is_named(token):
     guide = tiny_decoder(2)
-    guide.head_weight[5] = float("nan")
+    guide.head_weight[token] = float("nan")
     request = request_of([prompt(6)], 12, hook=hook_of(guide))
     with pytest.raises(ValueError, match="the guide's logits must be finite"):
         denoise(calm_decoder(), request)
