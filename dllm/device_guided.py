@@ -10,6 +10,7 @@ Letters: B rows of the batch, W columns of the canvas, S slots of a block.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class GuidedStep(DeviceStep):
         causal = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
         self.reader_bits = pack_bits(causal.expand(batch, -1, -1))
         self.first: tuple[GuideHook, int] | None = None
+        self.prompt_s = 0.0
         super().__init__(model, request, batch, width)
         self.now = Poll(self.status, lag=0)
         self.reading: Captured = capture(self.read, device, owned=(guide.model,), name="reading of a guide")
@@ -58,7 +60,11 @@ class GuidedStep(DeviceStep):
     def run(self, steps_per_poll: int = STEPS_PER_POLL) -> None:
         """Draft and read until no row is active; what runs after that changes nothing."""
         self.captured.replay()
+        self._wait()
+        began = time.perf_counter()
         self._read_prompts()
+        self._wait()
+        self.prompt_s = time.perf_counter() - began
         if self.one_reading:
             late: list[int] | None = None
             while late is None or (any(late) and FAULT not in late):
@@ -83,6 +89,8 @@ class GuidedStep(DeviceStep):
         if bool(self.guide.broken.any()):
             raise ValueError("the guide's logits must be finite: got NaN or infinity")
         rows = loop.rows
+        # The guide reads the prompt in its first reading: prefill, of which the block's own rows are the smallest part.
+        loop.stats.prefill_s += self.prompt_s
         super().unload(loop)
         # Every reading commits a token of each row that takes part.
         accepts = self.guide.accepts[:, self.guide.accepts.any(0)].tolist()
@@ -120,6 +128,10 @@ class GuidedStep(DeviceStep):
         self.reader_store.data[..., :length, :] = hook.run.store.data[..., :length, :]
         place = plan_reading(self.buffers, self.guide).place.clamp(max=length - 1)
         self._judge(hidden.gather(1, place[..., None].expand(-1, -1, hidden.shape[-1])))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _judge(self, hidden: Tensor) -> None:
         """hidden [B, S, E]: the guide's rows, each of which predicts the slot behind it."""
