@@ -49,6 +49,7 @@ class ARGuide:
         self.rule = Guided() if rule is None else rule
         self.vocabulary = vocabulary
         self._bytes = byte_vocabulary
+        self._compared: tuple[Any, bool] | None = None
 
     @classmethod
     def from_pretrained(
@@ -86,9 +87,11 @@ class ARGuide:
 
     def with_rule(self, **numbers: Any) -> ARGuide:
         """The same guide with other numbers of its rule."""
-        return ARGuide(
+        other = ARGuide(
             self.model, self.eos_token_ids, self.tokenizer, replace(self.rule, **numbers), self.vocabulary, self._bytes
         )
+        other._compared = self._compared
+        return other
 
     def byte_vocabulary(self) -> ByteVocabulary:
         """The bytes of the guide's tokens; raises ValueError where nothing tells them."""
@@ -103,14 +106,16 @@ class ARGuide:
         """Whether ids mean the same as in the diffusion model's tokenizer (equal sizes where one of both has none)."""
         if self.tokenizer is tokenizer or self.tokenizer is None or tokenizer is None:
             return self._bytes is None and self.model.head_weight.shape[0] == vocab_size
-        own, other = self.tokenizer.get_vocab(), tokenizer.get_vocab()
-        return own == other
+        # Building both vocabularies takes as long as a hundred tokens; their tokenizers live as long as the answer.
+        if self._compared is None or self._compared[0] is not tokenizer:
+            self._compared = (tokenizer, self.tokenizer.get_vocab() == tokenizer.get_vocab())
+        return self._compared[1]
 
     def start(self, loop: Any, tokenizer: Any = None, byte_vocabulary: ByteVocabulary | None = None) -> Any:
         """The guide at work in one call of the loop; tokenizer, byte_vocabulary: the diffusion model's."""
         kind = self.vocabulary
-        same = self.same_vocabulary(tokenizer, loop.spec.vocab_size) and byte_vocabulary is None
         if kind == "auto":
+            same = byte_vocabulary is None and self.same_vocabulary(tokenizer, loop.spec.vocab_size)
             kind = "same" if same else "text"
         if kind == "same":
             width = self.model.head_weight.shape[0]

@@ -275,6 +275,31 @@ def test_a_guide_of_another_size_does_not_pass_as_the_same_vocabulary():
         run(lm, prompt(5), guide=small)
 
 
+def test_two_tokenizers_are_compared_once_and_not_where_the_ids_are_said_to_be_the_same():
+    class Tokenizer:
+        def __init__(self, ids: dict[str, int]) -> None:
+            self.ids, self.reads = ids, 0
+
+        def get_vocab(self) -> dict[str, int]:
+            self.reads += 1
+            return dict(self.ids)
+
+    own, other, foreign = (Tokenizer({"a": n}) for n in (0, 0, 1))
+    auto = ARGuide(tiny_decoder(1), tokenizer=own)
+    for _ in range(3):
+        assert auto.with_rule(accept="exact").same_vocabulary(other, 64)
+        assert auto.same_vocabulary(other, 64)
+    assert other.reads == 2, "once by the copy made before the first comparison, once by the guide"
+    assert not auto.same_vocabulary(foreign, 64)
+    assert auto.same_vocabulary(other, 64)
+
+    class Said(ARGuide):
+        def same_vocabulary(self, tokenizer: Any, vocab_size: int) -> bool:
+            raise AssertionError("nothing is to be compared")
+
+    run(tiny_lm(), prompt(5), guide=Said(tiny_decoder(1), vocabulary="same"))
+
+
 @pytest.fixture(scope="module")
 def bd8():
     return DiffusionLM.from_pretrained("smollm2-135m-bd8", dtype="float32", device="cpu")
