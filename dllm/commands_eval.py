@@ -120,6 +120,8 @@ def evaluate(
                 f"{', '.join(needing)} runs code that the model wrote: allow it with --allow-code-execution"
             )
         samples = [repeated(t.samples(files or data, limit, seed), samples_per_task) for t in tasks]
+        if INFILL_ONLY & set(options) and any(row.kind != "infill" for rows in samples for row in rows):
+            raise ValueError(f"--option: {', '.join(INFILL_ONLY & set(options))} goes with infill tasks only")
         make, chosen = _loader(
             model, kind, options, drafter, guide, ar_infill, max_new_tokens, dtype, _device(device, world)
         )
@@ -253,12 +255,14 @@ def _loader(
 
     lm = DiffusionLM.from_pretrained(model, dtype=dtype, device=device)
     more: dict[str, Any] = dict(options)
+    common = {name: value for name, value in options.items() if name not in INFILL_ONLY}
     if guide is not None:
         from dllm.guide import ARGuide
 
         more["guide"] = ARGuide.of_base(lm) if guide == "base" else ARGuide.from_pretrained(guide, device=device)
+        common["guide"] = more["guide"]
     # An option that nobody takes should be said now, before a folder is claimed for it.
-    lm.generate(input_ids=[[lm.spec.eos_token_ids[0] if lm.spec.eos_token_ids else 0]], max_new_tokens=0, **more)
+    lm.generate(input_ids=[[lm.spec.eos_token_ids[0] if lm.spec.eos_token_ids else 0]], max_new_tokens=0, **common)
     return lambda length: DiffusionSystem(lm, more, length, max_new_tokens), kind
 
 
@@ -278,6 +282,9 @@ def _extras(judge: str | None, allowed: bool, reference_likelihood: bool, replay
         scorer = Judge(load_target(judge, dtype="float32", device=_device(device, world)))
     return Extras(scorer, None if scorer is None else scorer.model.tokenizer, execute, reference_likelihood, replays)
 
+
+INFILL_ONLY = {"heal_white_space"}
+"""Options that `infill` takes and `generate` does not."""
 
 PLACES = {
     "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"),

@@ -57,6 +57,15 @@ def test_infill_over_a_folder_runs_once_for_each_length(call, texts, tmp_path):
     assert (tmp_path / "r.md").is_file()
 
 
+def test_white_space_before_a_gap_is_an_option_of_infill_alone(call, texts, tmp_path):
+    common = ("--limit", 2, "-n", 3, "--option", "heal_white_space=false", "-o", tmp_path / "runs")
+    call("eval", "infill", "--files", texts, "--length", "fixed:2", *common)
+    settings = json.loads((tmp_path / "runs" / "files_infill@fixed2" / RESULT).read_text())["settings"]
+    assert settings["options"] == {"heal_white_space": False}
+    assert "heal_white_space goes with infill tasks only" in call("eval", "echo", *common, code=2)
+    assert not (tmp_path / "runs" / "echo").exists()
+
+
 def test_a_second_call_finds_the_run_done_and_other_settings_are_refused(call, tmp_path, monkeypatch):
     arguments = (
         "eval",
