@@ -26,9 +26,10 @@ from dllm.graphs import Buckets, Captured, Poll, capture, key_bucket, say_once
 from dllm.hooks import GuideHook
 from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import use_triton
-from dllm.kernels.denoise_step import MAX_BLOCK, DraftBuffers, StepBuffers, StepRule, commit_step, plan_step
+from dllm.kernels.denoise_step import MAX_BLOCK, DraftBuffers, commit_step, plan_step
 from dllm.kernels.noise import counter_uniform
 from dllm.kernels.row_stats import row_stats
+from dllm.kernels.step_state import StepBuffers, StepRule
 from dllm.model.fast_decoder import FastDecoder, unfit
 from dllm.noise import STREAM_TOKEN, CounterNoise
 from dllm.request import DenoiseRequest, DenoiseResult

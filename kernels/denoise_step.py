@@ -28,51 +28,13 @@ import torch
 from torch import Tensor
 
 from dllm.kernels._launch import ceil_div, jit, next_power_of_2, require_launchable, tl
+from dllm.kernels.step_state import StepBuffers, StepRule, as_bytes, is_stop, move_on, sizes
 from dllm.types import PADDING_GROUP, Attend
 
 MAX_BLOCK = 128
 """Longest block: the ranking compares all pairs of its slots."""
 MAX_BRANCHED = 256
 """Rows of a forward with branches: the plan compares all pairs of them."""
-FAULTS = 3
-"""Rows of ``StepBuffers.fault``: logits that are not finite, a banned token, nothing committed."""
-
-
-@dataclass(eq=False)
-class StepBuffers:
-    """Where every row stands; mutated in place, so that a captured step finds the same addresses.
-
-    canvas int64, masked, stored bool, group int32: [B, W + 1], the last column a bin; low int32, position int64: [B, W].
-    columns int64 [B]: lo, hi, row_lo, prev_lo, begin, end, step, block, decode_steps, limit, nfe, positions, useful; log_confidence
-    fp32 [B]; active, stopped bool [B]; fault bool [3, B]; status int32 [B] (0 done, 1 active, 2 at fault); eos int64 [E]; banned bool [V].
-    """
-
-    canvas: Tensor
-    masked: Tensor
-    stored: Tensor
-    group: Tensor
-    low: Tensor
-    position: Tensor
-    lo: Tensor
-    hi: Tensor
-    row_lo: Tensor
-    prev_lo: Tensor
-    begin: Tensor
-    end: Tensor
-    step: Tensor
-    block: Tensor
-    decode_steps: Tensor
-    limit: Tensor
-    nfe: Tensor
-    positions: Tensor
-    useful: Tensor
-    log_confidence: Tensor
-    active: Tensor
-    stopped: Tensor
-    fault: Tensor
-    status: Tensor
-    eos: Tensor
-    banned: Tensor
 
 
 @dataclass(eq=False)
@@ -88,31 +50,6 @@ class DraftBuffers:
     branches: Tensor
     accepts: Tensor
     verified: Tensor
-
-
-@dataclass(frozen=True)
-class StepRule:
-    """What does not change in a call. block_length S; store_pass: a block's first token comes from the pass that stores the block before;
-    commit_first: a first slot whose law is settled goes first; grouped: blocks have attention groups of their own, from first_group on.
-    threshold: commit from this probability on, and at least the quota; None: the quota alone, k without a step limit. shift: slot i is
-    predicted by row i - shift. draft_steps K and tokens_per_step of FreeDave."""
-
-    block_length: int
-    store_pass: bool
-    commit_first: bool
-    grouped: bool
-    first_group: int
-    threshold: float | None
-    k: int
-    unlimited: int
-    shift: int = 0
-    draft_steps: int = 1
-    tokens_per_step: int = 1
-
-    @property
-    def queries(self) -> int:
-        """Rows of a forward."""
-        return max(2, self.draft_steps) * self.block_length
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,14 +193,6 @@ def _plan_kernel(
 
 
 @jit
-def _is_stop(tokens, eos_ptr, NUM_EOS: tl.constexpr):
-    found = tokens < -1
-    for e in tl.static_range(0, NUM_EOS):
-        found = found | (tokens == tl.load(eos_ptr + e))
-    return found
-
-
-@jit
 def _settled_first(confidence, real, slot, lo, row_lo, COMMIT_FIRST: tl.constexpr):
     """What slots are ranked by: a first slot whose law cannot change any more goes first."""
     rank_by = confidence
@@ -281,68 +210,6 @@ def _rank(score, i, BLOCK_S: tl.constexpr):
     other = tl.zeros([BLOCK_S, BLOCK_S], tl.float32) + score[:, None]
     before = (other > this) | ((other == this) & (i[:, None] < i[None, :]))
     return tl.sum(before.to(tl.int32), axis=0)
-
-
-@jit
-def _move_on(
-    b,
-    wide,
-    i,
-    real,
-    lo,
-    hi,
-    row_lo,
-    stopped,
-    stops,
-    full,
-    step,
-    steps,
-    group_ptr,
-    lo_ptr,
-    hi_ptr,
-    row_lo_ptr,
-    prev_lo_ptr,
-    begin_ptr,
-    end_ptr,
-    step_ptr,
-    block_ptr,
-    decode_steps_ptr,
-    useful_ptr,
-    stopped_ptr,
-    first_group,
-    GROUPED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """End a row that stops (at slot ``stopped``) or whose last block is full; open the next block of another full one; 1 if it goes on.
-
-    steps: denoise steps that this was; 0 changes nothing."""
-    begin = tl.load(begin_ptr + b)
-    end = tl.load(end_ptr + b)
-    ends = full & (hi == end)
-    opens = full & (hi != end)
-    useful = tl.load(useful_ptr + b)
-    useful = tl.where(stops, stopped - begin, tl.where(ends, end - begin, useful))
-    tl.store(useful_ptr + b, useful)
-    tl.store(stopped_ptr + b, ((tl.load(stopped_ptr + b) != 0) | stops).to(tl.uint8))
-    tl.store(decode_steps_ptr + b, tl.load(decode_steps_ptr + b) + steps)
-    tl.store(prev_lo_ptr + b, tl.where(steps > 0, row_lo, tl.load(prev_lo_ptr + b)))
-
-    # A new block starts where the last one ended, so its first row is its first slot.
-    block = tl.load(block_ptr + b) + opens.to(tl.int64)
-    new_lo = tl.where(opens, hi, lo)
-    new_hi = tl.where(opens, tl.minimum(hi + SLOTS, end), hi)
-    tl.store(lo_ptr + b, new_lo)
-    tl.store(row_lo_ptr + b, tl.where(opens, hi, row_lo))
-    tl.store(hi_ptr + b, new_hi)
-    tl.store(block_ptr + b, block)
-    tl.store(step_ptr + b, tl.where(opens, 0, step + steps))
-    if GROUPED:
-        fresh = new_lo + i
-        number = (first_group + block).to(tl.int32)
-        new = real & (fresh < tl.where(opens, new_hi, 0))
-        tl.store(group_ptr + wide + fresh, tl.zeros([BLOCK_S], tl.int32) + number, mask=new)
-    return 1 - (stops | ends).to(tl.int32)
 
 
 @jit
@@ -411,7 +278,7 @@ def _commit_kernel(
     canvas = tl.load(canvas_ptr + wide + slot, mask=inside, other=0)
     masked = (tl.load(masked_ptr + wide + slot, mask=inside, other=0) != 0) & inside
 
-    stop = tl.min(tl.where(_is_stop(canvas, eos_ptr, NUM_EOS) & inside, tl.where(masked, width, slot), width), axis=0)
+    stop = tl.min(tl.where(is_stop(canvas, eos_ptr, NUM_EOS) & inside, tl.where(masked, width, slot), width), axis=0)
     # Scalar conditions enter as bounds: the interpreter's masks must not come from a broadcast scalar.
     offered = masked & (slot < tl.where(decode, stop, 0))
     storing = (step == 0) & (lo == row_lo) & (lo > 0)
@@ -451,7 +318,7 @@ def _commit_kernel(
             shown = tl.where(reveal <= number, was_open, 0)
             differs = (shown != was_open - still_open) | ((shown != 0) & (guess != tokens))
             differs = tl.max(tl.where(differs, was_open, 0), axis=0)
-            ended = _is_stop(tokens, eos_ptr, NUM_EOS) & inside
+            ended = is_stop(tokens, eos_ptr, NUM_EOS) & inside
             stop = tl.min(tl.where(ended, tl.where(still_open != 0, width, slot), width), axis=0)
             rest = (still_open != 0) & (slot < stop)
             more = tl.max(rest.to(tl.int32), axis=0)
@@ -473,7 +340,7 @@ def _commit_kernel(
             still_open = tl.where(chosen, 0, still_open)
             steps += going.to(tl.int64)
         transfer = masked & (still_open == 0)
-        ended = _is_stop(tokens, eos_ptr, NUM_EOS) & inside
+        ended = is_stop(tokens, eos_ptr, NUM_EOS) & inside
         stop = tl.min(tl.where(ended, tl.where(still_open != 0, width, slot), width), axis=0)
         rest = (still_open != 0) & (slot < tl.where(decode, stop, 0))
         rank_by = _settled_first(confidence, real, slot, lo, row_lo, COMMIT_FIRST)
@@ -508,11 +375,11 @@ def _commit_kernel(
 
     still = masked & (tl.where(transfer, 0, 1) != 0)
     edge = tl.minimum(tl.min(tl.where(still, slot, width), axis=0), hi)
-    stopped = tl.where(_is_stop(tokens, eos_ptr, NUM_EOS) & inside, tl.where(still, width, slot), width)
+    stopped = tl.where(is_stop(tokens, eos_ptr, NUM_EOS) & inside, tl.where(still, width, slot), width)
     stopped = tl.min(stopped, axis=0)
     stops = decode & (stopped < edge)
     full = decode & (stopped >= edge) & (edge == hi)
-    running = _move_on(
+    running = move_on(
         b, wide, i, real, lo, hi, row_lo, stopped, stops, full, step, steps, group_ptr, lo_ptr, hi_ptr, row_lo_ptr, prev_lo_ptr,
         begin_ptr, end_ptr, step_ptr, block_ptr, decode_steps_ptr, useful_ptr, stopped_ptr, first_group, GROUPED, SLOTS, BLOCK_S,
     )  # fmt: skip
@@ -529,7 +396,7 @@ def plan_step(buffers: StepBuffers, rule: StepRule, draft: DraftBuffers | None =
     """
     state, (reveal, guess, branches) = buffers, _branched(rule, draft)
     require_launchable(state.canvas, "canvas")
-    batch, width, queries, device = *_sizes(state), rule.queries, state.canvas.device
+    batch, width, queries, device = *sizes(state), rule.queries, state.canvas.device
     words = ceil_div(queries, 64)
     long = torch.empty(5, batch, queries, dtype=torch.int64, device=device)
     flag = torch.empty(3, batch, queries, dtype=torch.bool, device=device)
@@ -537,9 +404,9 @@ def plan_step(buffers: StepBuffers, rule: StepRule, draft: DraftBuffers | None =
     bits = torch.empty(batch, queries, words, dtype=torch.int64, device=device)
     key_group = torch.empty(batch, width, dtype=torch.int32, device=device)
     _plan_kernel[(batch,)](
-        state.canvas, _bytes(state.masked), _bytes(state.stored), state.group, state.low, state.position,
-        state.lo, state.hi, state.row_lo, state.prev_lo, state.step, _bytes(state.active), state.nfe, state.positions,
-        reveal, guess, branches, long, _bytes(flag), query, bits, key_group, width, batch * queries,
+        state.canvas, as_bytes(state.masked), as_bytes(state.stored), state.group, state.low, state.position,
+        state.lo, state.hi, state.row_lo, state.prev_lo, state.step, as_bytes(state.active), state.nfe, state.positions,
+        reveal, guess, branches, long, as_bytes(flag), query, bits, key_group, width, batch * queries,
         STORE_PASS=rule.store_pass, PADDING=PADDING_GROUP, SLOTS=rule.block_length, BRANCHES=rule.draft_steps - 1,
         SHIFT=rule.shift, QUERIES=queries, WORDS=words,
         BLOCK_Q=next_power_of_2(queries), BLOCK_W=1024, num_warps=4 if queries <= 64 else 8,
@@ -561,7 +428,7 @@ def commit_step(
     state, (reveal, guess, branches) = buffers, _branched(rule, draft)
     accepts, verified = (state.canvas, state.lo) if draft is None else (draft.accepts, draft.verified)
     require_launchable(state.canvas, "canvas")
-    (batch, width), slots = _sizes(state), rule.block_length
+    (batch, width), slots = sizes(state), rule.block_length
     if not 1 <= slots <= MAX_BLOCK:
         raise ValueError(f"block_length must be in 1..{MAX_BLOCK}: got {slots}")
     for name, value in (("token", token), ("confidence", confidence), ("log_total", log_total)):
@@ -569,9 +436,9 @@ def commit_step(
             raise ValueError(f"{name} must be [{batch}, {rule.draft_steps * slots}]: got {list(value.shape)}")
     _commit_kernel[(batch,)](
         token.contiguous(), confidence.contiguous(), log_total.contiguous(),
-        state.canvas, _bytes(state.masked), state.group, state.lo, state.hi, state.row_lo, state.prev_lo, state.begin, state.end,
-        state.step, state.block, state.decode_steps, state.limit, state.useful, state.log_confidence, _bytes(state.active),
-        _bytes(state.stopped), _bytes(state.fault), state.status, state.eos, _bytes(state.banned),
+        state.canvas, as_bytes(state.masked), state.group, state.lo, state.hi, state.row_lo, state.prev_lo, state.begin, state.end,
+        state.step, state.block, state.decode_steps, state.limit, state.useful, state.log_confidence, as_bytes(state.active),
+        as_bytes(state.stopped), as_bytes(state.fault), state.status, state.eos, as_bytes(state.banned),
         reveal, guess, branches, accepts, verified,
         width, batch, 0.0 if rule.threshold is None else float(rule.threshold), rule.k, rule.unlimited, rule.first_group,
         STORE_PASS=rule.store_pass, COMMIT_FIRST=rule.commit_first, GROUPED=rule.grouped, THRESHOLD=rule.threshold is not None,
@@ -590,11 +457,3 @@ def _branched(rule: StepRule, draft: DraftBuffers | None) -> tuple[Tensor | None
             f"draft_steps must need no store pass and at most {MAX_BRANCHED} rows: got {rule.queries} rows"
         )
     return (None, None, None) if draft is None else (draft.reveal, draft.guess, draft.branches)
-
-
-def _sizes(state: StepBuffers) -> tuple[int, int]:
-    return state.canvas.shape[0], state.canvas.shape[1] - 1
-
-
-def _bytes(flags: Tensor) -> Tensor:
-    return flags.view(torch.uint8)

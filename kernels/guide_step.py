@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dllm.kernels._launch import jit, next_power_of_2, require_launchable, tl
-from dllm.kernels.denoise_step import StepBuffers, StepRule, _bytes, _is_stop, _move_on, _sizes
+from dllm.kernels.step_state import StepBuffers, StepRule, as_bytes, is_stop, move_on, sizes
 from dllm.types import PADDING_GROUP
 
 DONE, WANTS_DRAFT, FAULT, WANTS_READING = 0, 1, 2, 3
@@ -210,7 +210,7 @@ def _commit_kernel(
     draft = tl.load(draft_ptr + b * SLOTS + (first - lo) + i, mask=within, other=-1)
     kept = tl.min(tl.where((own == draft) & within, BLOCK_S, i), axis=0).to(tl.int64)
     committed = tl.minimum(kept + 1, count)
-    stop = tl.min(tl.where(_is_stop(own, eos_ptr, NUM_EOS) & (i < committed), i, BLOCK_S), axis=0).to(tl.int64)
+    stop = tl.min(tl.where(is_stop(own, eos_ptr, NUM_EOS) & (i < committed), i, BLOCK_S), axis=0).to(tl.int64)
     committed = tl.minimum(committed, stop + 1)
     new = real & (i < committed)
     tl.store(canvas_ptr + wide + first + i, own, mask=new)
@@ -232,7 +232,7 @@ def _commit_kernel(
     over = (stops | full).to(tl.int64)
     if ONE_READING:
         over = reads.to(tl.int64)
-    running = _move_on(
+    running = move_on(
         b, wide, i, real, lo, hi, row_lo, first + stop, stops, full, step, over, group_ptr, lo_ptr, hi_ptr, row_lo_ptr, prev_lo_ptr,
         begin_ptr, end_ptr, step_ptr, block_ptr, decode_steps_ptr, useful_ptr, stopped_ptr, first_group, GROUPED, SLOTS, BLOCK_S,
     )  # fmt: skip
@@ -249,11 +249,11 @@ def take_draft(buffers: StepBuffers, guide: GuideBuffers, token: Tensor, log_tot
     """token int64, log_total fp32 [B, S]: the diffusion model's laws of the open block's slots. Mutates guide.draft and reading, and
     buffers' fault, active and status. CUDA or the interpreter only, as all three."""
     require_launchable(buffers.canvas, "canvas")
-    (batch, _), slots = _sizes(buffers), guide.draft.shape[1]
+    (batch, _), slots = sizes(buffers), guide.draft.shape[1]
     _check(batch, slots, token=token, log_total=log_total)
     _draft_kernel[(batch,)](
-        token.contiguous(), log_total.contiguous(), buffers.lo, buffers.hi, buffers.decode_steps, _bytes(buffers.active),
-        _bytes(buffers.fault), buffers.status, guide.draft, _bytes(guide.reading),
+        token.contiguous(), log_total.contiguous(), buffers.lo, buffers.hi, buffers.decode_steps, as_bytes(buffers.active),
+        as_bytes(buffers.fault), buffers.status, guide.draft, as_bytes(guide.reading),
         SLOTS=slots, BLOCK_S=max(2, next_power_of_2(slots)), num_warps=1,
     )  # fmt: skip
 
@@ -261,13 +261,13 @@ def take_draft(buffers: StepBuffers, guide: GuideBuffers, token: Tensor, log_tot
 def plan_reading(buffers: StepBuffers, guide: GuideBuffers) -> PlannedReading:
     """The guide's next rows; mutates nothing. Rows that count nothing are padding: their results are not read."""
     require_launchable(buffers.canvas, "canvas")
-    (batch, width), slots, device = _sizes(buffers), guide.draft.shape[1], buffers.canvas.device
+    (batch, width), slots, device = sizes(buffers), guide.draft.shape[1], buffers.canvas.device
     ids, place = torch.empty(2, batch, slots, dtype=torch.int64, device=device)
     write = torch.empty(batch, slots, dtype=torch.bool, device=device)
     key_group = torch.empty(batch, width, dtype=torch.int32, device=device)
     _plan_kernel[(batch,)](
-        buffers.canvas, _bytes(buffers.masked), buffers.lo, buffers.hi, _bytes(buffers.active), guide.draft, _bytes(guide.reading),
-        ids, place, _bytes(write), key_group, width,
+        buffers.canvas, as_bytes(buffers.masked), buffers.lo, buffers.hi, as_bytes(buffers.active), guide.draft, as_bytes(guide.reading),
+        ids, place, as_bytes(write), key_group, width,
         PADDING=PADDING_GROUP, SLOTS=slots, BLOCK_S=max(2, next_power_of_2(slots)), BLOCK_W=1024, num_warps=4,
     )  # fmt: skip
     return PlannedReading(ids, place, write, key_group)
@@ -286,14 +286,14 @@ def commit_reading(
 
     one_reading: a draft is read once; else until its block is full."""
     require_launchable(buffers.canvas, "canvas")
-    state, (batch, width), slots = buffers, _sizes(buffers), rule.block_length
+    state, (batch, width), slots = buffers, sizes(buffers), rule.block_length
     _check(batch, slots, own=own, confidence=confidence, log_total=log_total)
     _commit_kernel[(batch,)](
         own.contiguous(), confidence.contiguous(), log_total.contiguous(),
-        state.canvas, _bytes(state.masked), state.group, state.lo, state.hi, state.row_lo, state.prev_lo, state.begin, state.end,
-        state.step, state.block, state.decode_steps, state.useful, state.log_confidence, _bytes(state.active),
-        _bytes(state.stopped), state.status, state.eos, guide.draft, _bytes(guide.reading), guide.accepts, guide.passes,
-        _bytes(guide.broken), width, guide.accepts.shape[1], rule.first_group,
+        state.canvas, as_bytes(state.masked), state.group, state.lo, state.hi, state.row_lo, state.prev_lo, state.begin, state.end,
+        state.step, state.block, state.decode_steps, state.useful, state.log_confidence, as_bytes(state.active),
+        as_bytes(state.stopped), state.status, state.eos, guide.draft, as_bytes(guide.reading), guide.accepts, guide.passes,
+        as_bytes(guide.broken), width, guide.accepts.shape[1], rule.first_group,
         GROUPED=rule.grouped, ONE_READING=one_reading, NUM_EOS=state.eos.numel(), SLOTS=slots,
         BLOCK_S=max(2, next_power_of_2(slots)), num_warps=1,
     )  # fmt: skip
