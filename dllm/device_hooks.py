@@ -21,10 +21,11 @@ def free_dave(request: DenoiseRequest) -> FreeDave | None:
 
 
 def guide_of(request: DenoiseRequest) -> ARGuide | None:
-    """The request's guide, if it is an ``ARGuide``."""
+    """The request's guide, if it is an ``ARGuide`` and no subclass."""
     hook = request.hook
     owner = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
-    return owner if isinstance(owner, ARGuide) else None
+    # A subclass may start or decide otherwise.
+    return owner if type(owner) is ARGuide else None
 
 
 def refused(request: DenoiseRequest) -> str | None:

@@ -24,7 +24,6 @@ from dllm.device_hooks import free_dave, guide_of, refused
 from dllm.environment import kernels_mode
 from dllm.graphs import Buckets, Captured, Poll, capture, key_bucket, say_once
 from dllm.hooks import GuideHook
-from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import use_triton
 from dllm.kernels.denoise_step import MAX_BLOCK, DraftBuffers, commit_step, plan_step
 from dllm.kernels.noise import counter_uniform
@@ -87,8 +86,10 @@ def supports(request: DenoiseRequest) -> str | None:
 class DeviceStep:
     """Buffers of one bucket and the step over them. ``load`` fills them from a loop whose first forward is done.
 
-    Everything is owned here and keeps its address, so that a captured step stays valid until the object goes.
+    Everything is owned here and keeps its address, so that a captured step stays valid until the object goes. draft: of ``FreeDaveStep``.
     """
+
+    draft: DraftBuffers | None = None
 
     def __init__(self, model: Any, request: DenoiseRequest, batch: int, width: int) -> None:
         """batch: rows B; width: columns W, at least those of the request's canvas."""
@@ -125,8 +126,8 @@ class DeviceStep:
         )
         self.store = model.new_store(batch, width) if request.cache.uses_store else None
         sample = model.embed(request.canvas.ids[:1, :1])
-        self.verifier = free_dave(request)
-        drafts = 1 if self.verifier is None else self.verifier.draft_steps
+        verifier = free_dave(request)
+        drafts = 1 if verifier is None else verifier.draft_steps
         # Behind the bin column stand the rows of the branches.
         columns = width + 1 + (drafts - 1) * self.block_length
         self.hidden = torch.zeros(batch, columns, sample.shape[-1], dtype=sample.dtype, device=device)
@@ -152,9 +153,8 @@ class DeviceStep:
             unlimited=UNLIMITED,
             shift=self.state.shift,
             draft_steps=drafts,
-            tokens_per_step=1 if self.verifier is None else self.verifier.tokens_per_step,
+            tokens_per_step=1 if verifier is None else verifier.tokens_per_step,
         )
-        self.draft = None if self.verifier is None else self._new_draft(batch, drafts)
         state = {name: getattr(self.state, name) for name in STATE_COLUMNS if name != "forwards"}
         counts = {name: getattr(self, name) for name in COUNTERS}
         self.buffers = StepBuffers(
@@ -168,16 +168,6 @@ class DeviceStep:
         self.fused = self.fused or request.hook is not None
         # Nothing is active yet, so that the runs before the capture change nothing that counts.
         self.captured: Captured = capture(self.step, device, owned=(model,), name="denoise step")
-
-    def _new_draft(self, batch: int, drafts: int) -> DraftBuffers:
-        device, slots = self.device, self.block_length
-        return DraftBuffers(
-            reveal=torch.full((batch, slots), drafts, dtype=torch.int32, device=device),
-            guess=torch.zeros(batch, slots, dtype=torch.int64, device=device),
-            branches=torch.zeros(batch, dtype=torch.int32, device=device),
-            accepts=torch.zeros(batch, self.width + 1, dtype=torch.int32, device=device),
-            verified=torch.zeros(batch, dtype=torch.int64, device=device),
-        )
 
     def load(self, loop: DenoiseLoop) -> None:
         """Copy a loop's state after its first forward; mutates every buffer."""
@@ -200,25 +190,8 @@ class DeviceStep:
         self.hidden[:, :width] = loop.hidden[:, :width]
         for name in COUNTERS:
             getattr(self, name).zero_()
-        if self.draft is not None:
-            self._load_draft(self.draft, loop)
         self.status.copy_(self.state.active)
         self.poll.reset()
-
-    def _load_draft(self, draft: DraftBuffers, loop: DenoiseLoop) -> None:
-        """What the first forward drafted, if it decoded rows (those without anything to prefill)."""
-        hook = loop.hook
-        assert isinstance(hook, FreeDaveHook), "only FreeDave drafts on the device"
-        draft.branches.zero_()
-        draft.verified.zero_()
-        if hook.lo is None:
-            return
-        slots = (self.state.lo[:, None] + self.columns).clamp(max=loop.state.canvas.shape[1] - 1)
-        shown = hook.reveal.gather(2, slots[:, None].expand(-1, hook.reveal.shape[1], -1))
-        # Branches are nested: the first that reveals a slot is the number of those that do not, plus one.
-        draft.reveal.copy_((~shown).sum(1) + 1)
-        draft.guess.copy_(hook.draft.gather(1, slots))
-        draft.branches.copy_((hook.exists & (hook.lo == loop.state.lo)[:, None]).sum(1))
 
     def run(self, steps_per_poll: int = STEPS_PER_POLL) -> None:
         """Replay steps until the flag says that no row is active; what runs after that changes nothing."""
@@ -240,8 +213,6 @@ class DeviceStep:
         numbers = torch.stack([self.nfe, self.positions, self.useful, self.stopped.long()]).tolist()
         canvas = self.state.canvas[:, : loop.state.canvas.shape[1]].tolist()
         log_confidence = self.log_confidence.tolist()
-        if self.draft is not None:
-            self._unload_accepts(self.draft, loop)
         # All rows begin together and leave for good, so the longest row was in every forward.
         loop.stats.nfe += max(numbers[0])
         elapsed = loop._now() - loop.started - loop.stats.prefill_s
@@ -255,14 +226,6 @@ class DeviceStep:
             row.stats.prefill_s, row.stats.decode_s = loop.stats.prefill_s, elapsed
             loop.results[row.index] = canvas[b]
             loop.final_log_confidence[row.index] = log_confidence[b]
-
-    def _unload_accepts(self, draft: DraftBuffers, loop: DenoiseLoop) -> None:
-        verified, accepts = draft.verified.tolist(), draft.accepts.tolist()
-        for step in range(max(verified)):
-            for b, row in enumerate(loop.rows):
-                if step < verified[b]:
-                    row.stats.accept_lengths.append(accepts[b][step])
-                    loop.stats.accept_lengths.append(accepts[b][step])
 
     @torch.no_grad()
     def step(self) -> None:
@@ -486,18 +449,25 @@ def begin(loop: DenoiseLoop) -> None:
         loop._drop_finished()
 
 
+def kind_of(request: DenoiseRequest) -> type[DeviceStep]:
+    """The step of a request that ``supports`` passes."""
+    # Each is built on the step here.
+    from dllm.device_free_dave import FreeDaveStep
+    from dllm.device_guided import GuidedStep
+
+    if guide_of(request) is not None:
+        return GuidedStep
+    return DeviceStep if free_dave(request) is None else FreeDaveStep
+
+
 def _step_for(model: Any, request: DenoiseRequest, batch: int, steps: Steps) -> DeviceStep:
     width = key_bucket(request.canvas.ids.shape[1])
     # Moved or replaced weights are other addresses, which a captured step would not see.
     weights = tuple(p.data_ptr() for p in model.parameters())
     guide = guide_of(request)
-    kind: type[DeviceStep] = DeviceStep
     helper: Any = free_dave(request)
     sampler = request.sampler
     if guide is not None:
-        from dllm.device_guided import GuidedStep
-
-        kind = GuidedStep
         own = tuple(p.data_ptr() for p in guide.model.parameters())
         helper = (guide.rule.guide_passes, hash(own))
         # It has no say beside a guide, and only the samplers of ``SAMPLERS`` are known to be hashable.
@@ -508,4 +478,4 @@ def _step_for(model: Any, request: DenoiseRequest, batch: int, steps: Steps) -> 
         (request.temperature, request.top_k, request.top_p, request.min_p, kernels_mode(), helper),
         hash(weights),
     )
-    return steps.get(key, lambda: kind(model, request, batch, width))
+    return steps.get(key, lambda: kind_of(request)(model, request, batch, width))

@@ -51,6 +51,17 @@ class DraftBuffers:
     accepts: Tensor
     verified: Tensor
 
+    @classmethod
+    def idle(cls, batch: int, slots: int, width: int, draft_steps: int, device: torch.device) -> DraftBuffers:
+        """Buffers without a branch."""
+        return cls(
+            reveal=torch.full((batch, slots), draft_steps, dtype=torch.int32, device=device),
+            guess=torch.zeros(batch, slots, dtype=torch.int64, device=device),
+            branches=torch.zeros(batch, dtype=torch.int32, device=device),
+            accepts=torch.zeros(batch, width + 1, dtype=torch.int32, device=device),
+            verified=torch.zeros(batch, dtype=torch.int64, device=device),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:

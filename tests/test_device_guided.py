@@ -172,6 +172,11 @@ def test_guides_are_left_to_the_host_where_their_steps_cannot_be_captured(monkey
     request = request_of([prompt(5)], 9, hook=hook_of(tiny_decoder(2)))
     assert supports(request) is None
     assert supports(replace(request, sampler=Sequential())) is None
+
+    class Own(ARGuide):
+        """May decide otherwise."""
+
+    assert supports(replace(request, hook=partial(Own(tiny_decoder(2), rule=EXACT).start, tokenizer=None))) == "hook"
     assert supports(replace(request, hook=hook_of(tiny_decoder(2), replace(EXACT, verify_batch_size=8)))) is None
     long = hook_of(tiny_decoder(2), replace(EXACT, verify_batch_size=200))
     assert supports(replace(request, hook=long, block_length=128)) is None

@@ -17,10 +17,8 @@ from dllm.cache.dual import DualCache
 from dllm.cache.none import NoCache
 from dllm.canvas import generation_canvas, infill_canvas
 from dllm.denoise import DenoiseLoop, denoise
-from dllm.device_guided import GuidedStep
-from dllm.device_loop import DeviceStep, Engine, begin, denoise_on_device, supports
+from dllm.device_loop import DeviceStep, Engine, begin, denoise_on_device, kind_of, supports
 from dllm.graphs import Buckets
-from dllm.hooks import GuideHook
 from dllm.hooks_free_dave import FreeDaveHook
 from dllm.kernels._launch import interpreted
 from dllm.model.decoder import Decoder
@@ -114,7 +112,7 @@ def fused_result(request: DenoiseRequest, model: Decoder = MODEL) -> DenoiseResu
     """The loop with its bookkeeping in the kernels, under Triton's interpreter."""
     loop = DenoiseLoop(model, request)
     begin(loop)
-    step = (GuidedStep if isinstance(loop.hook, GuideHook) else DeviceStep)(model, request, len(loop.rows), 32)
+    step = kind_of(request)(model, request, len(loop.rows), 32)
     step.fused = True
     step.load(loop)
     step.run(steps_per_poll=1)
